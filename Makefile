@@ -1,0 +1,56 @@
+# Every target runs what it needs first; `make install` is instant until pyproject.toml or the constraints change.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test bench torture lint
+
+# Without it, `python -m` would put this folder on sys.path and make `import kvstore` work here and nowhere else.
+export PYTHONSAFEPATH := 1
+
+# Traces are not part of the project: a sibling folder `shared` is used when nothing else is named.
+ifeq ($(origin DUOKV_DATA),undefined)
+ifneq ($(wildcard ../shared/.),)
+export DUOKV_DATA := $(abspath ../shared)
+endif
+endif
+
+PYTHON ?= python3
+BIN := .venv/bin
+# The name carries the digest of what was installed, so a changed input is a missing file.
+STAMP := .venv/installed-$(shell cat pyproject.toml constraints-cpu.txt | sha256sum | cut -c1-16)
+PACKAGES := $(patsubst %/py.typed,%,$(wildcard */py.typed))
+# Two workers suit the smallest machine (two cores) that runs the tests.
+PYTEST := $(BIN)/pytest -q -n 2
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with everything but the gpu extra
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@echo "installing duokv into .venv (about a minute) ..."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints-cpu.txt -e '.[tools,remote,dev]'
+	@rm -f .venv/installed-*
+	@touch $@
+
+demo: $(STAMP) ## replay a trace against a store: TRACE=file, FULL=1, LIMIT=requests
+	@$(BIN)/python -m duokv.tools.demo $(if $(TRACE),--trace '$(TRACE)') $(if $(FULL),--full) $(if $(LIMIT),--limit '$(LIMIT)')
+
+test: $(STAMP) ## run the tests, without torture, bench and gpu
+	@$(PYTEST)
+
+torture: $(STAMP) ## run the long random tests (minutes)
+	@$(PYTEST) -m torture --hypothesis-profile torture
+
+bench: $(STAMP) ## print the table of cache hit rates
+	@$(BIN)/python -m duokv.bench.cache_hit
+
+lint: $(STAMP) ## check style and types
+	@mkdir -p .typing/duokv
+	@for package in $(PACKAGES); do ln -sfn "../../$$package" ".typing/duokv/$$package"; done
+	@failed=; \
+	for check in 'ruff check --quiet' 'ruff format --check --quiet' mypy; do \
+		$(BIN)/$$check || failed+=" $$check;"; \
+	done; \
+	test -z "$$failed" || { echo "failed:$$failed see above" >&2; exit 1; }

@@ -1,0 +1,165 @@
+"""Memory that O_DIRECT can use: page-aligned, touched before use, recycled.
+
+First touch of fresh memory is slower than the disk it is filled from, so regions are touched once, when they are
+made, and handed out again and again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections import OrderedDict
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from duokv.kvstore.errors import UsageError
+
+PAGE = 4096
+"""Alignment that satisfies O_DIRECT on devices with logical blocks of 512 and of 4096 bytes."""
+
+
+def aligned(nbytes: int) -> memoryview:
+    """Return `nbytes` of zeroed, writable memory at an address that is a multiple of `PAGE`, already touched.
+
+    The memory lives as long as the view or anything made from it. It is a private mapping: by open(2) a process must
+    not fork while a direct read into it is in flight.
+    """
+    if nbytes < 0:
+        raise UsageError(f"buffer of {nbytes} bytes: negative; ask for at least 0")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=flags))[:nbytes]
+
+
+def address(view: memoryview) -> int:
+    """Return where a contiguous view's first byte lies in memory; 0 for an empty one."""
+    return _start(np.frombuffer(view, np.uint8)) if view.nbytes else 0
+
+
+def _start(array: NDArray[np.uint8]) -> int:
+    start: int = array.__array_interface__["data"][0]
+    return start
+
+
+def _size_class(nbytes: int) -> int:
+    """Round up to one of eight sizes per doubling, so that regions fit later requests and waste at most an eighth."""
+    pages = max(-(-nbytes // PAGE), 1)
+    step = 1 << max((pages - 1).bit_length() - 4, 0)
+    return -(-pages // step) * step * PAGE
+
+
+class _Region:
+    """A piece of memory and the number of handles on it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = np.frombuffer(aligned(nbytes), np.uint8)
+        self.start = _start(self.bytes)
+        self.holders = 0
+
+
+class Lent:
+    """One handle on lent memory. The region is recycled when every handle on it has been released.
+
+    rows: uint8 `[n, row_bytes]`; its content is undefined at first. Not to be touched after the release.
+    A handle dropped without release is safe: its memory is freed with the last array on it, and not recycled.
+    """
+
+    def __init__(self, pool: BufferPool, region: _Region, rows: NDArray[np.uint8]) -> None:
+        self.rows = rows
+        self._pool = pool
+        self._region: _Region | None = region
+
+    def retain(self) -> Lent:
+        """Return a second handle, for a read that may end after this one's release (thread-safe)."""
+        return self._pool._share(self)
+
+    def release(self) -> None:
+        """Give this handle up; idempotent and thread-safe."""
+        self._pool._take_back(self)
+
+    def __enter__(self) -> Lent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class BufferPool:
+    """Lends page-aligned rows and keeps at most `cap_bytes` of idle memory for the next borrowers. Thread-safe.
+
+    A request beyond the cap is served all the same, from memory that is not kept.
+    """
+
+    def __init__(self, cap_bytes: int) -> None:
+        if cap_bytes < 0:
+            raise UsageError(f"buffer pool of {cap_bytes} bytes: negative; 0 keeps nothing")
+        self._cap_bytes = cap_bytes
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[int, _Region] = OrderedDict()
+        self._idle_bytes = 0
+        self._lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept for the next borrowers, at most the cap."""
+        return self._idle_bytes
+
+    def lend(self, n: int, row_bytes: int) -> Lent:
+        """Lend uint8 rows `[n, row_bytes]`; row i is page-aligned when i * row_bytes is a multiple of `PAGE`."""
+        if n < 0 or row_bytes <= 0:
+            raise UsageError(f"buffer of {n} rows of {row_bytes} bytes: give n >= 0 and row_bytes > 0")
+        wanted = _size_class(n * row_bytes)
+        region = self._reuse(wanted) or _Region(wanted)
+        lent = Lent(self, region, region.bytes[: n * row_bytes].reshape(n, row_bytes))
+        with self._lock:
+            region.holders = 1
+            self._lent[region.start] = lent
+        return lent
+
+    def owns(self, array: NDArray[np.uint8]) -> Lent | None:
+        """Return the handle that `array` (its rows, or a slice of them) was lent by, or None when it is not ours."""
+        at = _start(array)
+        with self._lock:
+            for start, lent in self._lent.items():
+                if start <= at < start + lent.rows.nbytes:
+                    return lent
+        return None
+
+    def _reuse(self, wanted: int) -> _Region | None:
+        """Take the smallest idle region of `wanted` to twice as many bytes."""
+        with self._lock:
+            fits = [region for region in self._idle.values() if wanted <= region.bytes.nbytes <= 2 * wanted]
+            if not fits:
+                return None
+            region = min(fits, key=lambda region: region.bytes.nbytes)
+            del self._idle[region.start]
+            self._idle_bytes -= region.bytes.nbytes
+            return region
+
+    def _share(self, lent: Lent) -> Lent:
+        with self._lock:
+            region = lent._region
+            if region is None:
+                raise UsageError("buffer was released already; retain it before the release")
+            region.holders += 1
+            return Lent(self, region, lent.rows)
+
+    def _take_back(self, lent: Lent) -> None:
+        with self._lock:
+            region, lent._region = lent._region, None
+            if region is None:
+                return
+            if self._lent.get(region.start) is lent:
+                del self._lent[region.start]
+            region.holders -= 1
+            if region.holders or region.bytes.nbytes > self._cap_bytes:
+                return
+            self._idle[region.start] = region
+            self._idle_bytes += region.bytes.nbytes
+            while self._idle_bytes > self._cap_bytes:
+                _, oldest = self._idle.popitem(last=False)
+                self._idle_bytes -= oldest.bytes.nbytes

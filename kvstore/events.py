@@ -1,0 +1,164 @@
+"""What the store tells about itself. Mechanisms emit typed events; metrics, logs and tests subscribe.
+
+Counters belong to subscribers, so that a mechanism never knows who counts it. Subscribers run on the thread that
+emits, must be quick and must not call back into the store; one that raises is dropped from that event and reported
+once through `warnings`, since a metric must never fail a request.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of every event."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookedUp(Event):
+    """One lookup in the index. Tokens: `hit_tokens` + `miss_tokens` = the prompt. `retry` marks a repeated request id."""
+
+    traffic: str
+    hit_tokens: int
+    miss_tokens: int
+    miss_reason: str | None
+    retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored(Event):
+    """Blocks became visible: `new` written, `present` found stored already, `dropped` for lack of space or a failure."""
+
+    traffic: str
+    new: int
+    present: int
+    dropped: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed(Event):
+    """A backend refused a write; the blocks of that commit were not published."""
+
+    segment: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLoaded(Event):
+    """Verified blocks reached the caller: `loaded` of `wanted`, the rest is a miss for `reason`."""
+
+    loaded: int
+    wanted: int
+    bytes_read: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockQuarantined(Event):
+    """A stored block did not verify and was taken out of the index."""
+
+    key: bytes
+    segment: str
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksEvicted(Event):
+    """Blocks left the index: past their deadline, for capacity, by an operator, or because their bytes were lost."""
+
+    blocks: int
+    reason: Literal["expired", "capacity", "operator", "lost", "corrupt", "replaced"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceFreed(Event):
+    """Physical bytes were given back to the file system."""
+
+    segment: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClockJumped(Event):
+    """The wall clock moved by `seconds` between two passes; nothing was deleted in this one."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Degraded(Event):
+    """Something works less well than asked, and why (O_DIRECT refused, punch unsupported, index rebuilt)."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStored(Event):
+    """An SWA window entered the arena under its boundary's key."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WindowEvicted(Event):
+    """An SWA window left the arena."""
+
+    key: bytes
+    reason: Literal["capacity", "expired"]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLeased(Event):
+    """An SWA window was asked for."""
+
+    key: bytes
+    hit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestServed(Event):
+    """How the tokens of one request's prompt were come by; the four sum to its length."""
+
+    traffic: str
+    swa_hit: int
+    block_hit: int
+    replayed: int
+    computed: int
+    retry: bool = False
+
+
+Subscriber = Callable[[Event], None]
+
+
+class EventBus:
+    """Hands each event to every subscriber in order of subscription. Subscribing is thread-safe, so is emitting."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Subscriber, ...] = ()
+        self._reported: set[int] = set()
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Add a subscriber; call the returned function to remove it."""
+        self._subscribers = (*self._subscribers, subscriber)
+
+        def unsubscribe() -> None:
+            self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
+
+        return unsubscribe
+
+    def emit(self, event: Event) -> None:
+        """Deliver one event."""
+        for subscriber in self._subscribers:
+            try:
+                subscriber(event)
+            except Exception as error:  # noqa: BLE001
+                if id(subscriber) not in self._reported:
+                    self._reported.add(id(subscriber))
+                    warnings.warn(f"event subscriber {subscriber!r} raised {error!r} on {event!r}", stacklevel=2)

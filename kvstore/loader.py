@@ -1,0 +1,120 @@
+"""Loading: from places in the index to verified rows, and what to make of a row that does not verify."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from duokv.kvstore.blockstore import BlockStore
+from duokv.kvstore.buffers import Lent
+from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Event
+from duokv.kvstore.extent import place_of
+from duokv.kvstore.index import Index
+from duokv.kvstore.keys import KEY_BYTES
+from duokv.kvstore.reader import LATE, BlockReader, Rows, Span, plan_reads
+from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
+
+MAX_OP_BYTES = 4 << 20
+"""Bytes of one read: large enough for the device, small enough that verification overlaps the reads after it."""
+_UNREADABLE = ("EIO", "EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM", "backend raised")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks `first`.. of a prompt whose places a lookup found. `blob` holds the keys of all its `blocks` blocks."""
+
+    blob: bytes
+    blocks: int
+    first: int
+    spans: tuple[Span, ...]
+    identity: Callable[[int], BlockIdentity]
+
+
+class BlockLoader:
+    """Thread-safe."""
+
+    def __init__(
+        self, *, index: Index, blocks: BlockStore, reader: BlockReader, codec: BlockCodec, emit: Callable[[Event], None]
+    ) -> None:
+        self._index = index
+        self._blocks = blocks
+        self._reader = reader
+        self._codec = codec
+        self._emit = emit
+        self._max_slots = max(1, MAX_OP_BYTES // codec.slot_bytes)
+
+    def stream(self, wanted: Wanted, rows: Rows, lent: Lent, deadline_s: float) -> Iterator[int]:
+        """Yield how many leading rows hold verified blocks, each time that grows. Row 0 is block `wanted.first`."""
+        total = wanted.blocks - wanted.first
+        lead, reason, spans = 0, None, wanted.spans
+        for attempt in range(2):
+            for grown, reason in self._pass(wanted, spans, rows, lead, lent, deadline_s):
+                if reason is None:
+                    yield grown
+                lead = grown
+            if reason is None or reason == LATE:
+                break
+            moved = self._settle(wanted, spans, wanted.first + lead, reason)
+            if moved is None or attempt:
+                break
+            spans = moved
+        self._emit(BlocksLoaded(lead, total, lead * self._codec.slot_bytes, reason))
+
+    def _pass(
+        self, wanted: Wanted, spans: tuple[Span, ...], rows: Rows, lead: int, lent: Lent, deadline_s: float
+    ) -> Iterator[tuple[int, str | None]]:
+        base = wanted.first + lead
+        reads = plan_reads(_from(spans, base), max_slots=self._max_slots)
+
+        def check(row_at: int, row: Row) -> str | None:
+            return self._codec.mismatch(row, wanted.identity(base + row_at))
+
+        with self._index.read() as txn:
+            names = {
+                number: info.name(number)
+                for number in {span.segment for span in reads}
+                if (info := txn.segment(number)) is not None
+            }
+        # A segment the index no longer knows ends the lead there.
+        known = tuple(itertools.takewhile(lambda span: span.segment in names, reads))
+        for grown, reason in self._reader.fetch(
+            known, rows[lead:], name_of=names.__getitem__, check=check, lent=lent, deadline_s=deadline_s
+        ):
+            yield lead + grown, reason
+            if reason is not None:
+                return
+        if len(known) < len(reads):
+            yield base - wanted.first + reads[len(known)].block, "ENOENT"
+
+    def _settle(
+        self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str
+    ) -> tuple[Span, ...] | None:
+        """Decide what a failed row means. Returns new places if the block moved, else None: it is a miss."""
+        span = next(span for span in spans if span.block <= block < span.block + span.count)
+        place, offset = place_of(span.segment, span.slot), block - span.block
+        with self._index.read() as txn:
+            life = txn.life(place)
+            info = txn.segment(span.segment)
+        if life is None or life.n <= offset or info is None:
+            found = self._blocks.find(wanted.blob, wanted.blocks, None, use=False)
+            return found.spans if found.blocks > block else None
+        if reason.startswith(_UNREADABLE):
+            return None
+        if reason == "ENOENT":
+            self._blocks.lose_segment(span.segment)
+        else:
+            key = wanted.blob[block * KEY_BYTES : (block + 1) * KEY_BYTES]
+            self._blocks.quarantine(place, offset, key, reason)
+            self._emit(BlockQuarantined(key, info.name(span.segment), span.slot + offset, reason))
+        return None
+
+
+def _from(spans: tuple[Span, ...], base: int) -> list[Span]:
+    """Spans from block `base` on, counted from there."""
+    kept = []
+    for span in spans:
+        skip = max(0, base - span.block)
+        if skip < span.count:
+            kept.append(Span(span.segment, span.slot + skip, span.block + skip - base, span.count - skip))
+    return kept

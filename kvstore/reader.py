@@ -1,0 +1,165 @@
+"""Reads blocks into the caller's rows and verifies each one, within a deadline.
+
+A backend call cannot be taken back, so reads run on threads of the reader's own: when the deadline passes the caller
+goes on, and the memory of a read still under way is held until that read ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from duokv.kvstore.backend import Backend, ReadOp
+from duokv.kvstore.buffers import Lent
+from duokv.kvstore.record import Row
+
+Rows = npt.NDArray[np.uint8]
+"""`[n, slot_bytes]` uint8."""
+LATE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` blocks of a prompt from block `block` on, in consecutive slots of a segment from `slot` on."""
+
+    segment: int
+    slot: int
+    block: int
+    count: int
+
+
+def plan_reads(spans: Sequence[Span], *, max_slots: int) -> tuple[Span, ...]:
+    """Join spans that continue each other in the file and in the prompt, then cut them to `max_slots` each."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.segment, last.slot + last.count, last.block + last.count) == (span.segment, span.slot, span.block)
+        ):  # fmt: skip
+            joined[-1] = Span(last.segment, last.slot, last.block, last.count + span.count)
+        else:
+            joined.append(span)
+    return tuple(
+        Span(span.segment, span.slot + at, span.block + at, min(max_slots, span.count - at))
+        for span in joined
+        for at in range(0, span.count, max_slots)
+    )
+
+
+class _Job:
+    """One load: its reads, what came of each block, and the memory it must keep while a read is under way."""
+
+    def __init__(self, rows: Rows, check: Callable[[int, Row], str | None], lent: Lent, reads: int) -> None:
+        self.rows = rows
+        self.check = check
+        self.done: queue.SimpleQueue[tuple[Span, list[str | None]]] = queue.SimpleQueue()
+        self.cancelled = False
+        self._memory = lent.retain()
+        self._left = reads
+        self._lock = threading.Lock()
+
+    def finished_one(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._memory.release()
+
+
+class BlockReader:
+    """A few daemon threads that read and verify. Thread-safe."""
+
+    def __init__(self, backend: Backend, *, threads: int, slot_bytes: int, monotonic: Callable[[], float]) -> None:
+        self._backend = backend
+        self._slot_bytes = slot_bytes
+        self._monotonic = monotonic
+        self._queue: queue.SimpleQueue[tuple[_Job, Span, str, float] | None] = queue.SimpleQueue()
+        self._threads = max(1, min(threads, backend.concurrency))
+        self._started: list[threading.Thread] = []
+        self._start_lock = threading.Lock()
+
+    def fetch(
+        self,
+        reads: Sequence[Span],
+        rows: Rows,
+        *,
+        name_of: Callable[[int], str],
+        check: Callable[[int, Row], str | None],
+        lent: Lent,
+        deadline_s: float,
+    ) -> Iterator[tuple[int, str | None]]:
+        """Yield (leading verified blocks, why the next one failed or None) whenever the lead grows, and at the end.
+
+        `rows[i]` receives block i of the plan (`Span.block`); `check(i, row)` says why a row is not that block.
+        `lent` owns the rows' memory. Real time bounds the wait, whatever clock the store was given.
+        """
+        self._start()
+        job = _Job(rows, check, lent, len(reads))
+        until = self._monotonic() + deadline_s
+        for span in reads:
+            self._queue.put((job, span, name_of(span.segment), until))
+        blocks = sum(span.count for span in reads)
+        outcome: list[str | None] = ["pending"] * blocks
+        lead = 0
+        try:
+            for _ in reads:
+                try:
+                    span, reasons = job.done.get(timeout=max(0.0, until - self._monotonic()))
+                except queue.Empty:
+                    yield lead, LATE
+                    return
+                outcome[span.block : span.block + span.count] = reasons
+                grown = lead
+                while grown < blocks and outcome[grown] is None:
+                    grown += 1
+                if grown > lead:
+                    lead = grown
+                    yield lead, None
+                if lead < blocks and outcome[lead] not in (None, "pending"):
+                    break
+            if lead < blocks:
+                yield lead, outcome[lead]
+        finally:
+            job.cancelled = True
+
+    def close(self) -> None:
+        """Let idle threads end; one stuck in a backend call is left behind."""
+        for _ in self._started:
+            self._queue.put(None)
+
+    def _start(self) -> None:
+        if len(self._started) < self._threads:
+            with self._start_lock:
+                while len(self._started) < self._threads:
+                    thread = threading.Thread(target=self._work, name="duokv-read", daemon=True)
+                    thread.start()
+                    self._started.append(thread)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            job, span, name, until = item
+            try:
+                reasons = [LATE] * span.count if job.cancelled else self._read(job, span, name, until)
+            except Exception as error:  # noqa: BLE001  a backend's fault is that read's miss, never the thread's end
+                reasons = [f"backend raised {error!r}"] * span.count
+            job.done.put((span, list(reasons)))
+            job.finished_one()
+            del job, item
+
+    def _read(self, job: _Job, span: Span, name: str, until: float) -> list[str | None]:
+        rows = job.rows[span.block : span.block + span.count]
+        op = ReadOp(name, span.slot * self._slot_bytes, (memoryview(rows.reshape(-1)),))
+        got = self._backend.read_many([op], deadline_s=max(0.0, until - self._monotonic()))[0]
+        if got < 0:
+            reason = LATE if got == -errno.ETIMEDOUT else errno.errorcode.get(-got, str(-got))
+            return [reason] * span.count
+        whole = got // self._slot_bytes
+        checked = [job.check(span.block + i, rows[i]) for i in range(min(whole, span.count))]
+        return checked + ["short read"] * (span.count - len(checked))

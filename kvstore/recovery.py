@@ -1,0 +1,320 @@
+"""What opening a store may have to mend: writers that died, files nobody knows, an index that is gone or doubtful.
+
+The index is disposable. After a crash of a process it is whole and only leftovers are swept; after a crash of the
+machine, or when it is missing, it is built anew from segment footers and, for segments without one, slot trailers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from duokv.kvstore.backend import Backend, FileInfo, Lock, ReadOp
+from duokv.kvstore.buffers import aligned
+from duokv.kvstore.errors import StoreError
+from duokv.kvstore.events import Degraded, Event
+from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life, stamp_of
+from duokv.kvstore.geometry import PAGE_BYTES, TRAILER_BYTES, CacheGeometry
+from duokv.kvstore.index import INDEX_FORMAT, Index, IndexTxn, SegmentInfo
+from duokv.kvstore.origin import Origin
+from duokv.kvstore.policybook import PolicyBook, decode_policy
+from duokv.kvstore.record import BlockCodec, Trailer
+from duokv.kvstore.segment import parse_name, read_footer, seal_file
+
+POLICY_FILE = "policy.json"
+LIVES_FILE = "lives.ckpt"
+_READ_S = 60.0
+_WRITER = b"writer:"
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What a recovery did."""
+
+    rebuilt: bool = False
+    segments: int = 0
+    extents: int = 0
+    blocks: int = 0
+    swept: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    lives_known: bool = True
+
+
+class Recovery:
+    """Mends one store while the caller holds its open lock."""
+
+    def __init__(
+        self, *, index: Index, backend: Backend, geometry: CacheGeometry, boot_id: str, emit: Callable[[Event], None],
+        now_s: float,
+    ) -> None:  # fmt: skip
+        self._index = index
+        self._backend = backend
+        self._geometry = geometry
+        self._codec = BlockCodec(geometry)
+        self._boot = boot_id.encode()
+        self._emit = emit
+        self._now_s = now_s
+
+    def run(self) -> Recovered:
+        """Make the index and the files agree; cheap when the last shutdown was clean."""
+        done = Recovered()
+        with self._index.read() as txn:
+            version = txn.meta(b"format")
+            boot = txn.meta(b"boot")
+            writers = txn.meta_names(_WRITER)
+        if version is not None and int.from_bytes(version, "little") != INDEX_FORMAT:
+            raise StoreError(
+                f"index {self._index.path}: format {int.from_bytes(version, 'little')}, this version reads "
+                f"{INDEX_FORMAT}; delete the index to rebuild it"
+            )
+        dead = [name for name in writers if self._is_dead(name)]
+        if version is None or (boot != self._boot and writers):
+            self._rebuild(done)
+            dead = [name for name in writers if self._is_dead(name)] if version is not None else []
+        self._sweep(done, crashed=bool(dead) or done.rebuilt)
+        with self._index.write() as txn:
+            txn.put_meta(b"format", INDEX_FORMAT.to_bytes(2, "little"))
+            txn.put_meta(b"boot", self._boot)
+            for name in dead:
+                txn.drop_meta(_WRITER + name.encode())
+        return done
+
+    def _is_dead(self, writer: str) -> bool:
+        lock = self._backend.lock(f"writer-{writer}")
+        if lock is not None:
+            lock.release()
+        return lock is not None
+
+    # -- leftovers ---------------------------------------------------------------------------------------------------
+
+    def _sweep(self, done: Recovered, *, crashed: bool) -> None:
+        with self._index.read() as txn:
+            known = dict(txn.segments())
+        unsealed = {info.writer for info in known.values() if not info.sealed}
+        if not crashed and not any(self._is_dead(writer) for writer in unsealed):
+            return
+        files = {file.name: file for file in self._backend.list("seg/")}
+        alive: dict[str, bool] = {}
+        for number, info in known.items():
+            file = files.pop(info.name(number), None)
+            if alive.setdefault(info.writer, not self._is_dead(info.writer)):
+                continue
+            if file is None:
+                self._forget(number)
+                done.swept.append(info.name(number))
+            elif not info.sealed:
+                self._finish(number, info)
+            else:
+                self._repunch(number, info, file)
+        for name in files:
+            parsed = parse_name(name)
+            if parsed and not alive.setdefault(parsed[0], not self._is_dead(parsed[0])):
+                self._backend.remove(name)
+                done.swept.append(name)
+
+    def _forget(self, number: int) -> None:
+        with self._index.write() as txn:
+            for place, life in list(txn.lives(number)):
+                txn.drop_extent(life, place)
+            txn.drop_segment(number)
+
+    def _finish(self, number: int, info: SegmentInfo) -> None:
+        """Seal a dead writer's segment with what the index knows of it."""
+        name = info.name(number)
+        with self._index.read() as txn:
+            lives = list(txn.lives(number))
+            entries = [(life.last_use(0), extent) for _, life in lives if (extent := txn.extent(life.first)) is not None]
+        if not lives:
+            self._backend.remove(name)
+            self._forget(number)
+            return
+        try:
+            writer = self._backend.resume(name)
+            seal_file(writer, entries, info.used, self._geometry, durable=True)
+        except OSError as error:
+            self._emit(Degraded(name, f"left unsealed: {error}"))
+            return
+        with self._index.write() as txn:
+            info.sealed = True
+            txn.put_segment(number, info)
+        for file in self._backend.list(name):
+            self._repunch(number, info, file)
+
+    def _repunch(self, number: int, info: SegmentInfo, file: FileInfo) -> None:
+        """Give back slots that died just before a crash, and count what the file really holds."""
+        slot = self._geometry.slot_bytes
+        with self._index.read() as txn:
+            live = sorted((place & 0xFFFFFFFF, life.n) for place, life in txn.lives(number))
+        if self._backend.can_punch and file.allocated > sum(n for _, n in live) * slot + (file.size - info.used * slot):
+            dead = _gaps(live, info.used)
+            if dead:
+                self._backend.punch(file.name, [(at * slot, n * slot) for at, n in dead])
+                file = next(iter(self._backend.list(file.name)), file)
+        with self._index.write() as txn:
+            info.allocated = file.allocated
+            info.live = sum(n for _, n in live)
+            txn.put_segment(number, info)
+
+    # -- rebuild -----------------------------------------------------------------------------------------------------
+
+    def _rebuild(self, done: Recovered) -> None:
+        done.rebuilt = True
+        checkpoint = read_lives(self._backend)
+        done.lives_known = checkpoint is not None
+        raw_policy = self._backend.read_file(POLICY_FILE)
+        policy = None if raw_policy is None else decode_policy(raw_policy, where=POLICY_FILE)
+        highest = 0
+        with self._index.write() as txn:
+            registered = [name for name in txn.meta_names(_WRITER) if not self._is_dead(name)]
+            txn.clear()
+            for name in registered:
+                txn.put_meta(_WRITER + name.encode(), b"")
+            for file in self._backend.list("seg/"):
+                parsed = parse_name(file.name)
+                if parsed is None:
+                    continue
+                highest = max(highest, parsed[1])
+                self._read_segment(txn, file, parsed[0], parsed[1], checkpoint or {}, done)
+            txn.put_meta(b"next_segment", (highest + 1).to_bytes(4, "little"))
+            if policy is not None:
+                PolicyBook.put(txn, policy)
+        if done.segments:
+            how = "" if done.lives_known else "; last uses were lost and set to now"
+            self._emit(Degraded("index", f"rebuilt from {done.segments} segments, {done.blocks} blocks{how}"))
+
+    def _read_segment(
+        self, txn: IndexTxn, file: FileInfo, writer: str, number: int, checkpoint: dict[int, Life], done: Recovered
+    ) -> None:
+        footer = read_footer(self._backend, file, self._geometry, deadline_s=_READ_S)
+        if isinstance(footer, str):
+            entries = list(self._scan(file, number))
+            sealed, used = False, max((e.first_slot + e.blocks for _, e in entries), default=0)
+            if not entries:
+                done.unreadable.append(f"{file.name}: {footer}, and no whole slot")
+                return
+        else:
+            entries = [(stamp, extent) for stamp, extent in footer.entries if extent.segment == number]
+            sealed, used = True, footer.used
+        live = 0
+        for stamp, extent in entries:
+            known = checkpoint.get(extent.place)
+            life = Life.born(extent.blocks, extent.chain_pos, extent.prefixes[:PREFIX_BYTES], extent.class_id, stamp)
+            if known is not None and known.first == life.first:
+                life = known
+            else:
+                life.use(extent.class_id, life.n, stamp_of(self._now_s))
+            life.cut(min(life.n, self._present(file, extent, life.n) if sealed else life.n))
+            if life.n and self._better(txn, extent):
+                txn.put_extent(extent)
+                txn.put_life(extent.place, life)
+                live += life.n
+                done.extents += 1
+        info = SegmentInfo(writer, entries[0][1].class_id if entries else 0, used, used, live, file.allocated, sealed, 0.0)
+        txn.put_segment(number, info)
+        done.segments += 1
+        done.blocks += live
+
+    def _better(self, txn: IndexTxn, extent: Extent) -> bool:
+        """Whether this extent should be the one under its first block; the other one's life goes if so."""
+        other = txn.extent(extent.prefixes[:PREFIX_BYTES])
+        if other is None:
+            return True
+        if (other.origin, -other.blocks) <= (extent.origin, -extent.blocks):
+            return False
+        life = txn.life(other.place)
+        if life is not None:
+            txn.drop_extent(life, other.place)
+        return True
+
+    def _present(self, file: FileInfo, extent: Extent, n: int) -> int:
+        """How many leading slots of an extent still hold their trailer (tails are punched)."""
+        low, high = 0, n
+        while low < high:
+            middle = (low + high + 1) // 2 if (low, high) != (0, n) else n
+            if self._has_trailer(file, extent, middle - 1):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _has_trailer(self, file: FileInfo, extent: Extent, block: int) -> bool:
+        slot = self._geometry.slot_bytes
+        page = aligned(PAGE_BYTES)
+        at = (extent.first_slot + block + 1) * slot - PAGE_BYTES
+        if self._backend.read_many([ReadOp(file.name, at, (page,))], deadline_s=_READ_S) != [PAGE_BYTES]:
+            return False
+        return self._codec.claims(bytes(page[-TRAILER_BYTES:]), extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES])
+
+    def _scan(self, file: FileInfo, number: int) -> Iterator[tuple[int, Extent]]:
+        """Read a segment slot by slot: consecutive blocks of one chain and origin make an extent."""
+        slot_bytes = self._geometry.slot_bytes
+        memory = aligned(slot_bytes)
+        row = np.frombuffer(memory, np.uint8)
+        run: list[Trailer] = []
+        first = 0
+        for slot in range(file.size // slot_bytes):
+            got = self._backend.read_many([ReadOp(file.name, slot * slot_bytes, (memory,))], deadline_s=_READ_S)
+            trailer = self._codec.decode(row) if got == [slot_bytes] else "unreadable"
+            follows = isinstance(trailer, Trailer) and run and _follows(run[-1], trailer)
+            if run and not follows:
+                yield self._extent(number, first, run)
+                run = []
+            if isinstance(trailer, Trailer):
+                if not run:
+                    first = slot
+                run.append(trailer)
+        if run:
+            yield self._extent(number, first, run)
+
+    def _extent(self, number: int, first: int, run: list[Trailer]) -> tuple[int, Extent]:
+        head = run[0]
+        prefixes = b"".join(trailer.identity.key[:PREFIX_BYTES] for trailer in run)
+        extent = Extent(number, first, head.identity.chain_pos, head.class_id, Origin(head.origin), prefixes)
+        return stamp_of(head.stored_at_s), extent
+
+
+def _follows(before: Trailer, after: Trailer) -> bool:
+    return after.identity.parent == before.identity.key and after.origin is before.origin
+
+
+def _gaps(live: Sequence[tuple[int, int]], used: int) -> list[tuple[int, int]]:
+    gaps, at = [], 0
+    for first, count in live:
+        if first > at:
+            gaps.append((at, first - at))
+        at = max(at, first + count)
+    if at < used:
+        gaps.append((at, used - at))
+    return gaps
+
+
+def take_lock(backend: Backend, name: str, *, wait_s: float) -> Lock:
+    """Take a lock that others hold briefly; StoreError after `wait_s` seconds."""
+    until = time.monotonic() + wait_s
+    while (lock := backend.lock(name)) is None:
+        if time.monotonic() > until:
+            raise StoreError(f"store: lock {name!r} is held by another process for over {wait_s:.0f} s; see what holds it")
+        time.sleep(0.02)
+    return lock
+
+
+def write_lives(backend: Backend, txn: IndexTxn) -> None:
+    """Checkpoint all lives beside the segments, so that a rebuild knows last uses and cuts."""
+    rows = [(place, life.encode()) for place, life in txn.lives()]
+    backend.write_file(LIVES_FILE, msgspec.msgpack.encode(rows))
+
+
+def read_lives(backend: Backend) -> dict[int, Life] | None:
+    """The last checkpoint of lives by place, or None without a usable one."""
+    raw = backend.read_file(LIVES_FILE)
+    if raw is None:
+        return None
+    try:
+        return {place: Life.decode(life) for place, life in msgspec.msgpack.decode(raw, type=list[tuple[int, bytes]])}
+    except (msgspec.MsgspecError, ValueError):
+        return None
+

@@ -1,0 +1,357 @@
+"""Space on the backend: which segment takes the next blocks, how much is in use, and giving it back.
+
+Everything here runs under the block store's write lock; the index is the truth for what is live and allocated, since
+other processes cut extents too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from duokv.kvstore.backend import Backend
+from duokv.kvstore.clock import Clock
+from duokv.kvstore.config import StoreConfig
+from duokv.kvstore.events import BlocksEvicted, Degraded, Event, SpaceFreed
+from duokv.kvstore.extent import Extent, Life
+from duokv.kvstore.geometry import CacheGeometry
+from duokv.kvstore.index import Index, IndexTxn, SegmentInfo, segment_name
+from duokv.kvstore.lives import LifeCache
+from duokv.kvstore.policy import Policy
+from duokv.kvstore.reclaim import Cut, ReclaimPlan, VictimQueue
+from duokv.kvstore.segment import SegmentWriter, footer_reserve, parse_name
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """`count` consecutive slots from `slot` on in the segment of `writer`."""
+
+    writer: SegmentWriter
+    slot: int
+    count: int
+
+
+@dataclass(slots=True)
+class Freed:
+    """What applied cuts leave to be done on the backend: slot ranges to punch, and files without a live block with
+    their bytes, both by file name."""
+
+    ranges: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    files: dict[str, int] = field(default_factory=dict)
+
+
+class Space:
+    """Allocates slots and reclaims them. Not thread-safe; `state` guards the life cache it shares with lookups."""
+
+    def __init__(
+        self,
+        *,
+        index: Index,
+        backend: Backend,
+        geometry: CacheGeometry,
+        config: StoreConfig,
+        clock: Clock,
+        emit: Callable[[Event], None],
+        writer_id: str,
+        cache: LifeCache,
+        state: threading.RLock,
+    ) -> None:
+        self._index = index
+        self._backend = backend
+        self._slot = geometry.slot_bytes
+        self._geometry = geometry
+        self._config = config
+        self._clock = clock
+        self._emit = emit
+        self._writer_id = writer_id
+        self._cache = cache
+        self._state = state
+        self._active: dict[int, SegmentWriter] = {}
+        self._queue: VictimQueue | None = None
+        self.segment_slots = max(1, config.effective_segment_bytes // self._slot)
+        self._step = max(1, config.preallocate_bytes // self._slot)
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def make_room(self, slots: int, class_id: int, policy: Policy, stamp: int) -> int:
+        """Reclaim until `slots` new slots fit, sparing what was used at `stamp`; returns how many fit."""
+        config = self._config
+        if config.capacity is None and config.capacity_blocks is None:
+            return slots
+        short = self._short(slots, class_id)
+        if short > 0:
+            self.reclaim(short, policy, before_stamp=stamp)
+        while slots and (short := self._short(slots, class_id)) > 0:
+            slots = max(0, slots - short)
+        return slots
+
+    def _short(self, slots: int, class_id: int) -> int:
+        """Slots lacking for `slots` more, by whichever limit binds."""
+        with self._index.read() as txn:
+            allocated, live = txn.totals()
+        config = self._config
+        short = 0
+        if config.capacity_blocks is not None:
+            short = live + slots - config.capacity_blocks
+        if config.capacity is not None:
+            pending = sum(writer.unpublished for writer in self._active.values())
+            over = allocated + pending + self._growth(slots, class_id) - self._usable(config.capacity)
+            short = max(short, -(-over // self._slot))
+        return short
+
+    def _usable(self, capacity: int) -> int:
+        """Without punch one segment is kept back, to copy survivors into."""
+        return capacity if self._backend.can_punch else capacity - self.segment_slots * self._slot
+
+    def _growth(self, slots: int, class_id: int) -> int:
+        active = self._active.get(class_id)
+        grown = 0
+        if active is not None:
+            inside = min(slots, active.room)
+            grown = active.growth(inside)
+            slots -= inside
+        segments = -(-slots // self.segment_slots)
+        return grown + slots * self._slot + segments * footer_reserve(self.segment_slots)
+
+    def allocate(self, class_id: int, slots: int) -> list[Allocation]:
+        """Take `slots` slots for a class, opening segments as needed. OSError when the backend has no space."""
+        taken = []
+        while slots:
+            active = self._active.get(class_id)
+            if active is not None and active.room == 0:
+                self.seal(class_id)
+                active = None
+            if active is None:
+                active = self._open(class_id)
+            count = min(slots, active.room)
+            active.reserve(count, step=self._step_within(active, count))
+            taken.append(Allocation(active, active.take(count), count))
+            slots -= count
+        return taken
+
+    def _step_within(self, active: SegmentWriter, count: int) -> int:
+        """Preallocate ahead only while there is plenty of room: near the limit slack would evict blocks."""
+        if self._config.capacity is None:
+            return self._step
+        with self._index.read() as txn:
+            allocated, _ = txn.totals()
+        ahead = allocated + active.growth(count) + self._step * self._slot
+        return self._step if ahead < self._usable(self._config.capacity) * 7 // 8 else 1
+
+    def _open(self, class_id: int) -> SegmentWriter:
+        reserve = footer_reserve(self.segment_slots)
+        info = SegmentInfo(self._writer_id, class_id, self.segment_slots, 0, 0, reserve, False, self._clock.wall())
+        with self._index.write() as txn:
+            number = txn.next_segment()
+            txn.put_segment(number, info)
+        try:
+            writer = SegmentWriter(self._backend, self._geometry, number, info)
+        except OSError:
+            with self._index.write() as txn:
+                txn.drop_segment(number)
+            raise
+        self._active[class_id] = writer
+        return writer
+
+    # -- publishing and sealing --------------------------------------------------------------------------------------
+
+    def publish(self, txn: IndexTxn, writer: SegmentWriter, extent: Extent, life: Life, stamp: int) -> None:
+        """Make written slots visible: data is on the backend before this transaction commits."""
+        txn.put_extent(extent)
+        txn.put_life(extent.place, life)
+        info = txn.segment(writer.number)
+        if info is not None:
+            info.used = max(info.used, extent.first_slot + extent.blocks)
+            info.live += extent.blocks
+            info.allocated += writer.take_unpublished()
+            txn.put_segment(writer.number, info)
+        writer.publish(extent, stamp)
+        if self._queue is not None:
+            self._queue.add(extent.place, life)
+
+    def seal(self, class_id: int) -> None:
+        """Finish the active segment of a class: footer, durable unless fsync is off, then marked in the index."""
+        writer = self._active.pop(class_id)
+        name = segment_name(self._writer_id, writer.number)
+        slack = writer.reserved_bytes - writer.next_slot * self._slot + footer_reserve(self.segment_slots)
+        length = writer.seal(durable=self._config.fsync != "none")
+        with self._index.write() as txn:
+            info = txn.segment(writer.number)
+            if info is None:
+                return
+            if info.live == 0:
+                txn.drop_segment(writer.number)
+            else:
+                info.sealed = True
+                info.allocated += writer.take_unpublished() - slack + length - writer.next_slot * self._slot
+                txn.put_segment(writer.number, info)
+        if info.live == 0:
+            self._remove(name, length)
+
+    def abandon(self, writer: SegmentWriter) -> None:
+        """Give up an active segment after a failed write: what was published stays, what was not is cut off."""
+        for class_id, active in list(self._active.items()):
+            if active is writer:
+                writer.forget_unpublished()
+                try:
+                    self.seal(class_id)
+                except OSError as error:
+                    self._active.pop(class_id, None)
+                    self._emit(Degraded(segment_name(self._writer_id, writer.number), f"left unsealed: {error}"))
+
+    def flush(self) -> None:
+        """Make every written slot durable, then the index that points at them."""
+        for writer in self._active.values():
+            writer.sync()
+        self._index.sync()
+
+    def close(self) -> None:
+        """Seal all active segments."""
+        for class_id in list(self._active):
+            self.seal(class_id)
+
+    # -- reclaim -----------------------------------------------------------------------------------------------------
+
+    def reclaim(self, need: int, policy: Policy, *, before_stamp: int) -> int:
+        """Delete expired blocks, then the least recently used until `need` blocks are free; returns blocks freed."""
+        with self._state, self._index.write() as txn:
+            self._cache.flush(txn)
+            queue = self._victims(txn, policy)
+            now_s = self._clock.wall()
+            freed = Freed()
+            plan = queue.plan_expired(txn, now_s)
+            self._apply(txn, plan, freed)
+            gone = plan.freed
+            if gone < need:
+                plan = queue.plan_capacity(txn, need - gone, before_stamp=before_stamp, now_s=now_s)
+                self._apply(txn, plan, freed)
+                gone += plan.freed
+        self.release(freed)
+        return gone
+
+    def expire(self, policy: Policy) -> int:
+        """Delete expired blocks only; returns how many."""
+        return self.reclaim(0, policy, before_stamp=0)
+
+    def reset_queue(self) -> None:
+        """Forget what was known of deadlines and ages (the policy or the index changed underneath)."""
+        self._queue = None
+
+    def _victims(self, txn: IndexTxn, policy: Policy) -> VictimQueue:
+        if self._queue is None or self._queue.policy.version != policy.version:
+            self._queue = VictimQueue.built(txn.lives(), policy)
+        return self._queue
+
+    def apply(self, plan: ReclaimPlan) -> None:
+        """Carry out a plan made elsewhere (operators, quarantine)."""
+        freed = Freed()
+        with self._state, self._index.write() as txn:
+            self._cache.flush(txn)
+            self._apply(txn, plan, freed)
+        self.release(freed)
+
+    def _apply(self, txn: IndexTxn, plan: ReclaimPlan, freed: Freed) -> None:
+        by_reason: dict[str, int] = defaultdict(int)
+        for cut in plan.cuts:
+            done = self.cut(txn, cut, freed)
+            by_reason[cut.reason] += done
+        for reason, blocks in by_reason.items():
+            if blocks:
+                self._emit(BlocksEvicted(blocks, reason))
+
+    def cut(self, txn: IndexTxn, cut: Cut, freed: Freed) -> int:
+        """Shorten one extent in the index; what to do on the backend is added to `freed`. Returns blocks cut."""
+        life = txn.life(cut.place)
+        if life is None or life.n <= cut.keep:
+            return 0
+        gone = life.n - cut.keep
+        segment, slot = cut.place >> 32, cut.place & 0xFFFFFFFF
+        life.cut(cut.keep)
+        if cut.keep:
+            txn.put_life(cut.place, life)
+        else:
+            txn.drop_extent(life, cut.place)
+        self.unlive(txn, segment, [(slot + cut.keep, gone)], freed)
+        return gone
+
+    def unlive(self, txn: IndexTxn, segment: int, ranges: Sequence[tuple[int, int]], freed: Freed) -> None:
+        """Count slots of a segment as dead and note what the backend can give back for them."""
+        info = txn.segment(segment)
+        if info is None:
+            return
+        count = sum(length for _, length in ranges)
+        info.live -= count
+        name = info.name(segment)
+        if info.live <= 0 and info.sealed:
+            txn.drop_segment(segment)
+            freed.ranges.pop(name, None)
+            freed.files[name] = info.allocated
+            return
+        if self._backend.can_punch:
+            info.allocated -= count * self._slot
+            freed.ranges[name].extend(ranges)
+        txn.put_segment(segment, info)
+
+    def lose(self, number: int) -> None:
+        """Forget a segment whose file is gone, with all its extents."""
+        with self._state, self._index.write() as txn:
+            self._cache.flush(txn)
+            blocks = 0
+            for place, life in list(txn.lives(number)):
+                txn.drop_extent(life, place)
+                blocks += life.n
+            txn.drop_segment(number)
+        for class_id, writer in list(self._active.items()):
+            if writer.number == number:
+                del self._active[class_id]
+                writer.abort()
+        self._emit(BlocksEvicted(blocks, "lost"))
+
+    def release(self, freed: Freed) -> None:
+        """Give space back on the backend; after the index has let go of it, never before."""
+        for name, ranges in freed.ranges.items():
+            try:
+                given = self._backend.punch(name, [(slot * self._slot, n * self._slot) for slot, n in join(ranges)])
+                self._emit(SpaceFreed(name, given))
+                if not given:
+                    self._lose_if_gone(name)
+            except OSError as error:
+                self._emit(Degraded(name, f"punch failed, space stays in use until the file goes: {error}"))
+                self._take_back(name, sum(n for _, n in ranges) * self._slot)
+        for name, length in freed.files.items():
+            self._remove(name, length)
+
+    def _lose_if_gone(self, name: str) -> None:
+        parsed = parse_name(name)
+        if parsed and not self._backend.list(name):
+            self.lose(parsed[1])
+
+    def _take_back(self, name: str, length: int) -> None:
+        """Count space as allocated again that could not be given back."""
+        parsed = parse_name(name)
+        with self._index.write() as txn:
+            info = txn.segment(parsed[1]) if parsed else None
+            if parsed and info is not None:
+                info.allocated += length
+                txn.put_segment(parsed[1], info)
+
+    def _remove(self, name: str, length: int) -> None:
+        try:
+            self._backend.remove(name)
+            self._emit(SpaceFreed(name, length))
+        except OSError as error:
+            self._emit(Degraded(name, f"file could not be removed, a later open sweeps it: {error}"))
+
+
+def join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge (first, count) ranges that touch."""
+    merged: list[tuple[int, int]] = []
+    for first, count in sorted(ranges):
+        if merged and merged[-1][0] + merged[-1][1] == first:
+            merged[-1] = (merged[-1][0], merged[-1][1] + count)
+        else:
+            merged.append((first, count))
+    return merged
+

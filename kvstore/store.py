@@ -1,0 +1,358 @@
+"""KVStore: the two tiers behind one face. A request's walk is lookup, load, lease_window, commit, put_window."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from duokv.kvstore.backend import Backend, Lock
+from duokv.kvstore.blockstore import BlockStore, MissReason, Payload
+from duokv.kvstore.buffers import BufferPool, Lent
+from duokv.kvstore.clock import Clock
+from duokv.kvstore.config import StoreConfig
+from duokv.kvstore.errors import StoreError, UsageError
+from duokv.kvstore.events import ClockJumped, Degraded, EventBus, PrefixLookedUp, RequestServed
+from duokv.kvstore.geometry import CacheGeometry
+from duokv.kvstore.index import Index
+from duokv.kvstore.keys import (
+    BLOCK_TOKENS,
+    KEY_BYTES,
+    TOKEN_BYTES,
+    BlockKeys,
+    Media,
+    Namespace,
+    TokenIds,
+    chain_blob,
+    check_media,
+    token_bytes,
+)
+from duokv.kvstore.loader import BlockLoader, Wanted
+from duokv.kvstore.metrics import Counters
+from duokv.kvstore.origin import Origin
+from duokv.kvstore.reader import BlockReader, Rows, Span
+from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
+from duokv.kvstore.recovery import write_lives
+from duokv.kvstore.swa import SwaArena, SwaStats, SwaWindow
+
+Blocks = npt.NDArray[np.uint8] | Sequence[memoryview | bytes | npt.NDArray[np.uint8]]
+"""`[n, payload_bytes]` (or wider) uint8, or one buffer of payload_bytes per block."""
+_JUMP_S = 60.0
+_REQUEST_IDS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What the index holds of a prompt. A value: it locks and pins nothing.
+
+    tokens: leading tokens stored, a multiple of 128 and less than the prompt's length, so that a row is left to compute.
+    keys: their block keys. miss_reason: why the next block is no hit, None when the hit is as long as it can be.
+    """
+
+    tokens: int
+    keys: BlockKeys
+    miss_reason: MissReason | None
+    traffic: str
+    _spans: tuple[Span, ...] = field(repr=False, default=())
+    _ids: bytes = field(repr=False, default=b"")
+    _root: bytes = field(repr=False, default=b"")
+
+    def identity(self, block: int) -> BlockIdentity:
+        """What block `block` of the hit must claim to be."""
+        return _identity(self._root, self.keys.blob, self._ids, block)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit's outcome in blocks: written, present already, dropped (no room, or a failing backend)."""
+
+    new: int
+    present: int
+    dropped: int
+    _flush: Callable[[], None] = field(repr=False)
+
+    def wait_durable(self) -> None:
+        """Return once the new blocks survive power loss; OSError if the backend cannot promise it."""
+        self._flush()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Sizes now (blocks, bytes) and counts since this process opened the store."""
+
+    blocks: int
+    extents: int
+    segments: int
+    physical_bytes: int
+    index_bytes: int
+    windows: SwaStats
+    counts: dict[str, int]
+
+
+class KVStore:
+    """Block KV and SWA KV of one geometry. Thread-safe; not across fork. Build it with `open_store`.
+
+    A miss is a value: lookups, loads and commits do not raise for what a backend does. UsageError marks misuse.
+    """
+
+    def __init__(
+        self, *, backend: Backend, index: Index, geometry: CacheGeometry, config: StoreConfig, clock: Clock,
+        events: EventBus, writer_id: str, locks: Sequence[Lock], on_close: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.geometry = geometry
+        self.config = config
+        self.events = events
+        self.counters = Counters()
+        events.subscribe(self.counters)
+        self._backend = backend
+        self._index = index
+        self._clock = clock
+        self._locks = locks
+        self._on_close = on_close
+        self._writer_id = writer_id
+        self._codec = BlockCodec(geometry)
+        self._pool = BufferPool(config.buffer_bytes)
+        self.blocks = BlockStore(
+            index=index, backend=backend, geometry=geometry, config=config, clock=clock, emit=events.emit,
+            writer_id=writer_id, pool=self._pool,
+        )  # fmt: skip
+        self._reader = BlockReader(
+            backend, threads=config.read_threads, slot_bytes=geometry.slot_bytes, monotonic=Clock().monotonic
+        )
+        self._loader = BlockLoader(
+            index=index, blocks=self.blocks, reader=self._reader, codec=self._codec, emit=events.emit
+        )
+        self.windows = SwaArena(
+            geometry.swa_bytes, capacity_bytes=config.swa_bytes, expiry_s=config.swa_expiry_s,
+            monotonic=clock.monotonic, emit=events.emit,
+        )  # fmt: skip
+        self._requests: OrderedDict[str, None] = OrderedDict()
+        self._seen = (clock.wall(), clock.monotonic())
+        self._closed = threading.Event()
+        self._closing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if config.maintenance_interval_s > 0:
+            self._thread = threading.Thread(target=self._maintain_often, name="duokv-maintain", daemon=True)
+            self._thread.start()
+
+    # -- Block KV ----------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, ns: Namespace, tokens: TokenIds, traffic: str | None = None, *, media: Sequence[Media] = (),
+        require: Origin | None = None, request_id: str | None = None,
+    ) -> PrefixHit:  # fmt: skip
+        """Find the longest stored prefix of a prompt: index only, no I/O on the backend. Counts as a use of it.
+
+        traffic: a class of the store's policy, None for its default. require=EXACT ends the hit at the first
+        approximate block. A `request_id` seen before is counted as a retry: metrics add nothing for it.
+        """
+        self._check_open()
+        ids = token_bytes(tokens)
+        length = len(ids) // 4
+        root = ns.root()
+        blob = chain_blob(root, ids, max(0, length - 1) // BLOCK_TOKENS, check_media(media))
+        blocks = len(blob) // KEY_BYTES
+        found = self.blocks.find(blob, blocks, traffic, exact_only=require is Origin.EXACT)
+        hit = found.blocks * BLOCK_TOKENS
+        name = traffic or self.blocks.default_class
+        self.events.emit(PrefixLookedUp(name, hit, length - hit, found.reason, self._is_retry(request_id)))
+        keys = BlockKeys(blob[: found.blocks * KEY_BYTES])
+        return PrefixHit(hit, keys, found.reason, name, found.spans, ids, root)
+
+    def load(self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None) -> int:
+        """Read blocks `first_block`.. of a hit into `out` and return how many leading rows hold verified blocks.
+
+        out: `[n, slot_bytes]` uint8 rows lent by `buffers(n)` are read into directly; any other `[n, >= payload_bytes]`
+        array costs one copy, since a read that outlives its deadline must never write into memory given back to others.
+        n may be less than the hit. Rows after the returned ones are undefined. Late, missing or damaged blocks are a
+        miss; damaged ones leave the index.
+        """
+        return max(self.load_iter(hit, out, first_block=first_block, deadline_s=deadline_s), default=0)
+
+    def load_iter(
+        self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None
+    ) -> Iterator[int]:
+        """Like `load`, yielding the number of leading verified rows each time it grows."""
+        self._check_open()
+        blocks = min(len(hit.keys), first_block + len(out))
+        if first_block < 0 or out.ndim != 2 or out.dtype != np.uint8 or out.shape[1] < self.geometry.payload_bytes:
+            raise UsageError(
+                f"load: out is {out.dtype} of shape {out.shape} from block {first_block}; "
+                f"give uint8 rows of {self.geometry.slot_bytes} bytes, as buffers(n) lends them"
+            )
+        spans = tuple(span for span in hit._spans if span.block < blocks)
+        if blocks <= first_block or not spans:
+            return iter(())
+        last = spans[-1]
+        spans = (*spans[:-1], dataclasses.replace(last, count=min(last.count, blocks - last.block)))
+        wanted = Wanted(hit.keys.blob, blocks, first_block, spans, hit.identity)
+        seconds = self.config.read_deadline_s if deadline_s is None else deadline_s
+        return self._stream(wanted, out, seconds)
+
+    def _stream(self, wanted: Wanted, out: Rows, deadline_s: float) -> Iterator[int]:
+        slot = self.geometry.slot_bytes
+        lent = self._pool.owns(out) if out.shape[1] == slot and out.flags.c_contiguous else None
+        if lent is not None:
+            yield from self._loader.stream(wanted, out, lent, deadline_s)
+            return
+        with self._pool.lend(wanted.blocks - wanted.first, slot) as bounce:
+            copied = 0
+            for lead in self._loader.stream(wanted, bounce.rows, bounce, deadline_s):
+                width = min(out.shape[1], slot)
+                out[copied:lead, :width] = bounce.rows[copied:lead, :width]
+                copied = lead
+                yield lead
+
+    def buffers(self, n: int) -> Lent:
+        """Lend `[n, slot_bytes]` uint8 rows (`.rows`), page-aligned and touched; release them when done."""
+        return self._pool.lend(n, self.geometry.slot_bytes)
+
+    def commit(
+        self, ns: Namespace, tokens: TokenIds, blocks: Blocks, *, first_block: int = 0, traffic: str | None = None,
+        origin: Origin = Origin.EXACT, media: Sequence[Media] = (),
+    ) -> Commit:  # fmt: skip
+        """Store blocks of a prompt: `blocks[j]` is block `first_block + j`. Blocks stored already are only renewed.
+
+        All stored blocks before them are renewed as well. A block whose parent is neither stored nor given is dropped.
+        The blocks are copied before this returns and can be looked up at once; they are durable after `wait_durable`.
+        """
+        self._check_open()
+        ids = token_bytes(tokens)
+        count = len(blocks)
+        total = first_block + count
+        if first_block < 0 or total * TOKEN_BYTES > len(ids):
+            raise UsageError(
+                f"commit: blocks [{first_block}, {total}) of a prompt of {len(ids) // 4} tokens; "
+                f"it has {len(ids) // TOKEN_BYTES} whole blocks"
+            )
+        sources = [_payload_view(blocks[j], self.geometry.payload_bytes, first_block + j) for j in range(count)]
+        root = ns.root()
+        blob = chain_blob(root, ids, total, check_media(media))
+        payload_bytes = self.geometry.payload_bytes
+
+        def fill(block: int, row: Row) -> None:
+            row[:payload_bytes] = sources[block - first_block]
+
+        payload = Payload(fill, functools.partial(_identity, root, blob, ids))
+        done = self.blocks.commit(blob, total, traffic, first=first_block, payload=payload, origin=origin)
+        return Commit(done.new, done.present, done.dropped, self.flush)
+
+    def pin(self, keys: BlockKeys, *, ttl_s: float) -> int:
+        """Hold the stored leading blocks of a chain for `ttl_s` seconds against expiry and eviction; returns how many."""
+        self._check_open()
+        return self.blocks.pin(keys.blob, len(keys), ttl_s)
+
+    # -- SWA KV ------------------------------------------------------------------------------------------------------
+
+    def put_window(self, key: bytes, window: SwaWindow) -> bool:
+        """Keep the SWA state at a boundary in host memory, under that boundary's block key. False if there is no room."""
+        self._check_open()
+        return self.windows.put(key, window)
+
+    def lease_window(
+        self, key: bytes, *, require: Origin | None = None
+    ) -> AbstractContextManager[SwaWindow | None]:
+        """Borrow a window without a copy; None if it is gone. Its bytes stay as they are until the `with` block ends."""
+        self._check_open()
+        return self.windows.lease(key, require=require)
+
+    # -- operation ---------------------------------------------------------------------------------------------------
+
+    def report(self, served: RequestServed) -> None:
+        """Tell metrics how a request's tokens were come by (engines and the harness do, once per request)."""
+        self.events.emit(served)
+
+    def maintain(self) -> None:
+        """One pass of housekeeping: persist uses, delete what expired. The background thread calls it."""
+        wall, monotonic = self._clock.wall(), self._clock.monotonic()
+        jump = (wall - self._seen[0]) - (monotonic - self._seen[1])
+        self._seen = (wall, monotonic)
+        jumped = abs(jump) > _JUMP_S
+        if jumped:
+            self.events.emit(ClockJumped(jump))
+        self.windows.expire()
+        self.blocks.maintain(clock_jumped=jumped)
+
+    def flush(self) -> None:
+        """Make all commits so far survive power loss."""
+        self._check_open()
+        self.blocks.flush()
+
+    def stats(self) -> StoreStats:
+        """Sizes and counts."""
+        with self._index.read() as txn:
+            physical, live = txn.totals()
+            extents, segments = txn.count_extents(), len(txn.segments())
+        return StoreStats(
+            live, extents, segments, physical, self._index.file_bytes(), self.windows.stats(), self.counters.snapshot()
+        )
+
+    def close(self) -> None:
+        """Persist uses, seal segments, checkpoint lives, release locks; idempotent. SWA windows are gone."""
+        with self._closing:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._reader.close()
+        try:
+            self.blocks.close()
+            with self._index.write() as txn:
+                write_lives(self._backend, txn)
+                txn.drop_meta(b"writer:" + self._writer_id.encode())
+            self._index.sync()
+        finally:
+            self._index.close()
+            for lock in self._locks:
+                lock.release()
+            self._backend.close()
+            self._on_close()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _maintain_often(self) -> None:
+        while not self._closed.wait(self.config.maintenance_interval_s):
+            try:
+                self.maintain()
+            except Exception as error:  # noqa: BLE001  housekeeping must outlive a bad disk
+                self.events.emit(Degraded("maintenance", repr(error)))
+
+    def _is_retry(self, request_id: str | None) -> bool:
+        if request_id is None:
+            return False
+        retry = request_id in self._requests
+        self._requests[request_id] = None
+        if len(self._requests) > _REQUEST_IDS:
+            self._requests.popitem(last=False)
+        return retry
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise StoreError("store: closed; open it again")
+
+
+def _payload_view(block: memoryview | bytes | npt.NDArray[np.uint8], payload_bytes: int, number: int) -> Row:
+    view = np.frombuffer(block, np.uint8) if not isinstance(block, np.ndarray) else block.reshape(-1).view(np.uint8)
+    if view.nbytes < payload_bytes:
+        raise UsageError(f"commit: block {number} has {view.nbytes} bytes; this geometry's blocks have {payload_bytes}")
+    return view[:payload_bytes]
+
+
+def _identity(root: bytes, blob: bytes, ids: bytes, block: int) -> BlockIdentity:
+    at = block * KEY_BYTES
+    parent = blob[at - KEY_BYTES : at] if block else root
+    return BlockIdentity(
+        blob[at : at + KEY_BYTES], parent, root, ids[block * TOKEN_BYTES : (block + 1) * TOKEN_BYTES], block
+    )
