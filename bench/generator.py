@@ -68,13 +68,19 @@ class Opening:
     parts: tuple[Part, ...] = ()
     scale: float = 1.0
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of all parts."""
+        return sum(part.blocks for part in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One kind of traffic; lengths in tokens, times in seconds.
 
-    A session of `turns` prompts starts with `first` tokens and grows by `growth`, except that a share `branches` of
-    the later prompts keeps only a fraction `kept` of the one before (never less than the opening) and adds `rewritten`.
+    A session of `turns` prompts starts with `first` tokens. A later one adds the answer before it and `growth` more,
+    but a share `branches` of them keeps just a fraction `kept` of the prompt before (never less than the opening) and
+    adds `rewritten`.
     """
 
     openings: tuple[Opening, ...]
@@ -111,7 +117,7 @@ _AGENT = Kind(
     # Tool calls below a minute, people above it: 17.8 % of the gaps exceed 60 s, 7.2 % 180 s, 0.4 % one hour.
     gap_s=Quantiles((1, 6, 7, 8, 11, 18, 39, 129, 308, 2121, 19991, 77611)),
     first=Quantiles((6343, 9078, 9977, 11720, 17733, 21626, 93010, 218614, 320298, 567011, 848713, 851858)),
-    growth=Quantiles((14, 113, 156, 192, 329, 658, 1584, 3641, 6353, 16394, 63479, 235045)),
+    growth=Quantiles((1, 1, 1, 1, 47, 270, 962, 2922, 5701, 15989, 63102, 234962)),
     # 1.9 % of the prompts lose more than 8 blocks: edited tool lists, compaction, a subagent's fresh context.
     branches=0.0194,
     kept=Quantiles((0.001, 0.001, 0.001, 0.001, 0.076, 0.108, 0.222, 0.487, 0.69, 0.982, 0.991, 0.991)),
@@ -130,7 +136,7 @@ _CHAT = Kind(
     turns=Quantiles((1, 1.5, 2.5, 3.5, 4.5, 8, 17, 43), (0, 69.4, 87.1, 93.4, 96.1, 99, 99.9, 100)),
     gap_s=Quantiles((1, 12, 30, 42, 66, 123, 264, 480, 615, 1477, 2639, 3030)),
     first=Quantiles((891, 894, 897, 905, 1336, 5264, 13056, 25559, 38494, 89868, 121160, 126195)),
-    growth=Quantiles((1, 1, 21, 65, 265, 471, 852, 4624, 7454, 16953, 37672, 91918)),
+    growth=Quantiles((1, 1, 1, 1, 9, 26, 371, 4257, 7022, 16703, 37462, 91467)),
     # 14 % of the later prompts lose more than one 512-token id of the trace: an edited or shortened history.
     branches=0.14,
     kept=Quantiles((0.015, 0.031, 0.05, 0.067, 0.108, 0.196, 0.404, 0.627, 0.872, 0.952, 0.989, 0.991)),
@@ -219,6 +225,12 @@ class _Chain:
         return run
 
 
+def _joined(runs: tuple[Run, ...], run: Run) -> tuple[Run, ...]:
+    if runs and sum(runs[-1]) == run[0]:
+        return (*runs[:-1], (runs[-1][0], runs[-1][1] + run[1]))
+    return (*runs, run)
+
+
 class _Session:
     """A session and its prompt so far; `times`, `added`, `kept` and `output` have one entry a turn."""
 
@@ -247,18 +259,19 @@ class _Session:
         """The next prompt, at `times[turn]`."""
         turn, t = self.turn, self.times[self.turn]
         blocks = self._tokens // BLOCK_TOKENS
-        kept = int(self._kept[turn] * blocks)
-        common = sum(part.blocks for part in self._opening.parts)
-        if turn == 0 or kept < common:
-            kept = common
-            self._runs = tuple(chain.part(part, t) for part in self._opening.parts)
-        if kept < blocks or turn == 0:
-            self._tokens = kept * BLOCK_TOKENS
-        added = self._added[turn] - (common * BLOCK_TOKENS if turn == 0 else 0)
-        self._tokens += max(added, 1)
-        new = self._tokens // BLOCK_TOKENS - kept
-        runs = (*head_runs(self._runs, kept), chain.new(new)) if new else self._runs
-        self._runs = head_runs(runs, kept + new)
+        if self._kept[turn] < 1:
+            common = self._opening.blocks
+            blocks = int(self._kept[turn] * blocks)
+            if blocks > common:
+                self._runs = head_runs(self._runs, blocks)
+            else:
+                blocks, self._runs = common, ()
+                for part in self._opening.parts:
+                    self._runs = _joined(self._runs, chain.part(part, t))
+            self._tokens = blocks * BLOCK_TOKENS
+        self._tokens += self._added[turn]
+        if new := self._tokens // BLOCK_TOKENS - blocks:
+            self._runs = _joined(self._runs, chain.new(new))
         self.turn += 1
         return TraceRequest(t, name, self._tokens, self._output[turn], self._runs, self._response_s(turn))
 
@@ -275,29 +288,30 @@ def _sessions(kind: Kind, rng: np.random.Generator, starts: npt.NDArray[np.float
     """Draw whole sessions at once: a draw by itself costs more than all else about a request."""
     turns = kind.turns.counts(rng, len(starts))
     ends = np.cumsum(turns)
+    first = ends - turns
     total = int(turns.sum())
     shares = np.array([opening.share for opening in kind.openings])
     opening = rng.choice(len(shares), size=len(starts), p=shares / shares.sum())
-    taper = (turns / kind.turns.at(np.array(0.5))) ** -kind.taper
-    scale = np.repeat(np.array([opening.scale for opening in kind.openings])[opening] * taper, turns)
-    gap = kind.gap_s.sample(rng, total)
+    scale = np.array([opening.scale for opening in kind.openings])[opening]
+    scale *= (turns / kind.turns.at(np.array(0.5))) ** -kind.taper
     branch = rng.random(total) < kind.branches
     added = np.where(branch, kind.rewritten.sample(rng, total), kind.growth.sample(rng, total))
-    first = ends - turns
-    branch[first] = True
     added[first] = kind.first.sample(rng, len(starts))
-    kept = kind.kept.sample(rng, total)
-    added = np.rint(added * scale).astype(np.int64)
+    added = np.rint(added * np.repeat(scale, turns)).astype(np.int64)
+    added[first] -= BLOCK_TOKENS * np.array([opening.blocks for opening in kind.openings])[opening]
+    branch[first] = True
     output = kind.output.counts(rng, total)
+    added[1:] += np.where(branch[1:], 0, output[:-1])
+    added = np.maximum(added, 1)
+    kept = np.where(branch, kind.kept.sample(rng, total), 1.0)
+    times = kind.gap_s.sample(rng, total)
+    times[first] = starts
     for k, (a, b) in enumerate(zip(first.tolist(), ends.tolist(), strict=True)):
-        gap[a] = starts[k]
         yield _Session(
             kind.openings[opening[k]],
-            np.cumsum(gap[a:b]).tolist(),
+            np.cumsum(times[a:b]).tolist(),
             added[a:b].tolist(),
-            np.where(branch[a:b], kept[a:b], 1.0).tolist(),
+            kept[a:b].tolist(),
             output[a:b].tolist(),
             kind.response,
         )
-
-

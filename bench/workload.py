@@ -269,7 +269,11 @@ def _output_end(request: TraceRequest, later: TraceRequest) -> OutputEnd | None:
     blocks = request.blocks
     # A prompt that lists fewer blocks than it fills does not say which, so positions in it are unknown.
     placed = blocks == request.input_tokens // BLOCK_TOKENS and later.blocks == later.input_tokens // BLOCK_TOKENS
-    if not placed or later.blocks < tokens // BLOCK_TOKENS or head_runs(later.runs, blocks) != head_runs(request.runs, blocks):
+    if (
+        not placed
+        or later.blocks < tokens // BLOCK_TOKENS
+        or head_runs(later.runs, blocks) != head_runs(request.runs, blocks)
+    ):
         return None
     answered = request.answered_at
     t = request.t if answered is None else min(answered, later.t)

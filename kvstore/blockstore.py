@@ -6,6 +6,7 @@ the index points at it; a crash between leaves garbage that the next open sweeps
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Event, StoreFailed
-from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
+from duokv.kvstore.extent import PLACE, PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
 from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.index import Hop, Index, IndexTxn
+from duokv.kvstore.index import Hop, Index, IndexTxn, is_approx
 from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.lives import LifeCache, Stamps
 from duokv.kvstore.origin import Origin
@@ -39,11 +40,24 @@ STAGING_BLOCKS = 32
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The leading blocks of a prompt that are stored and alive, and why the next one is not."""
+    """The leading blocks of a prompt that are stored and alive, and why the next one is not.
 
-    spans: tuple[Span, ...]
+    places: per extent its 8-byte place and how many of its leading blocks the prompt has.
+    """
+
+    places: tuple[tuple[bytes, int], ...]
     blocks: int
     reason: MissReason | None
+
+    def spans(self) -> tuple[Span, ...]:
+        """Where the blocks are."""
+        spans = []
+        block = 0
+        for place, count in self.places:
+            segment, slot = PLACE.unpack(place)
+            spans.append(Span(segment, slot, block, count))
+            block += count
+        return tuple(spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +81,9 @@ class Committed:
 class _Walk:
     """A prompt against the index: hops with their first block, runs of blocks to write, approximate blocks to replace."""
 
-    hops: list[tuple[int, Hop, Life]]
+    hops: list[tuple[bytes, Life, int]]
     runs: list[tuple[int, int]]
-    replace: list[tuple[Hop, int, int]]
+    replace: list[tuple[Hop, int]]
     present: int
 
 
@@ -109,38 +123,25 @@ class BlockStore:
 
     def find(self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool = False, use: bool = True) -> Found:
         """Walk a prompt's key blob: which leading blocks are stored and alive. Counts as their use unless `use=False`."""
-        spans: list[Span] = []
-        uses: list[tuple[Hop, Life, int]] = []
-        reason: MissReason | None = None
-        block = 0
         with self._index.read() as txn, self._state:
             now_s = self._clock.wall()
             policy = self.policies.current(txn)
             class_id = policy.class_id(traffic)
-            cutoffs = Cutoffs(policy, now_s)
-            while block < blocks and reason is None:
-                hop = txn.hop(blob, block, blocks)
-                if hop is None:
-                    reason = "absent"
-                    break
-                if exact_only and hop.approx:
-                    reason = "approx"
-                    break
-                life = self._cache.get(hop.place, hop.life)
-                alive = min(hop.count, life.alive(cutoffs))
-                if alive < hop.count:
-                    reason = "expired"
-                if alive:
-                    place = hop.place
-                    segment, slot = int.from_bytes(place[:4], "big"), int.from_bytes(place[4:], "big")
-                    spans.append(Span(segment, slot, block, alive))
-                    uses.append((hop, life, alive))
-                    block += alive
-            if use and uses:
-                stamp = self._stamps.next(now_s)
-                for hop, life, alive in uses:
-                    self._cache.use(hop.place, life, class_id, alive, stamp)
-        return Found(tuple(spans), block, reason)
+            hops = txn.walk(blob, 0, blocks)
+            reason: MissReason | None = None if hops and hops[-1][0] + hops[-1][4] == blocks else "absent"
+            if exact_only:
+                exact = list(itertools.takewhile(lambda hop: not is_approx(hop[2]), hops))
+                hops, reason = exact, reason if len(exact) == len(hops) else "approx"
+            held = [(place, self._cache.get(place, raw), count) for _, place, _, raw, count in hops]
+            alive, tail = _alive(held, Cutoffs(policy, now_s))
+            if alive < len(held):
+                held, reason = held[:alive], "expired"
+                if tail:
+                    held.append((hops[alive][1], self._cache.get(hops[alive][1], hops[alive][3]), tail))
+            if use and held:
+                self._cache.use_whole(held, class_id, self._stamps.next(now_s))
+        places = tuple([(place, count) for place, _, count in held])
+        return Found(places, sum([count for _, count in places]), reason)
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
@@ -180,30 +181,36 @@ class BlockStore:
         reachable = True
         block = 0
         while block < blocks:
-            hop = txn.hop(blob, block, blocks)
-            if hop is None:
+            hops = txn.walk(blob, block, blocks)
+            if not hops:
+                # At least one: an extent whose life is gone holds nothing either.
+                absent = max(1, txn.absent_run(blob, block, blocks))
                 reachable = reachable and block >= first
                 if reachable:
-                    _extend(walk.runs, block, 1)
-                block += 1
+                    _extend(walk.runs, block, absent)
+                block += absent
                 continue
-            walk.hops.append((block, hop, self._cache.get(hop.place, hop.life)))
-            low = max(first, block)
-            covered = max(0, block + hop.count - low)
-            if covered and hop.approx and origin is Origin.EXACT and reachable:
-                walk.replace.append((hop, low - block, hop.count))
-                _extend(walk.runs, low, covered)
-            else:
-                walk.present += covered
-            block += hop.count
+            for hop in hops:
+                block, place, record, raw, count = hop
+                walk.hops.append((place, self._cache.get(place, raw), count))
+                low = max(first, block)
+                covered = block + count - low
+                if covered > 0 and reachable and origin is Origin.EXACT and is_approx(record):
+                    walk.replace.append((hop, low - block))
+                    _extend(walk.runs, low, covered)
+                elif covered > 0:
+                    walk.present += covered
+            block += count
         return walk
 
     def _renew(self, walk: _Walk, policy: Policy, class_id: int, stamp: int) -> None:
+        held = walk.hops
         cutoffs = Cutoffs(policy, self._clock.wall())
-        for _, hop, life in walk.hops:
-            if life.alive(cutoffs) < hop.count:
-                self._cache.use(hop.place, life, BORN_CLASS, hop.count, stamp)
-            self._cache.use(hop.place, life, class_id, hop.count, stamp)
+        alive, _ = _alive(held, cutoffs)
+        for place, life, count in held[alive:]:
+            if life.alive(cutoffs) < count:
+                self._cache.use(place, life, BORN_CLASS, count, stamp)
+        self._cache.use_whole(held, class_id, stamp)
 
     def _store(
         self, walk: _Walk, blob: bytes, class_id: int, policy: Policy, stamp: int, payload: Payload | None,
@@ -221,13 +228,16 @@ class BlockStore:
         freed = Freed()
         stored = 0
         with self._state, self._index.write() as txn:
-            self._cache.flush(txn)
+            if self._due(stamp):
+                self._cache.flush(txn)
+                self._flushed = stamp
             # Another process may have stored the same blocks while ours were being written.
             raced = self._index.version() - seen != self._index.writes - ours
             self._replace(txn, walk, granted, freed)
             for piece, block in pieces:
                 stored += self._publish(txn, piece, block, blob, class_id, origin, stamp, raced, freed)
         self.space.release(freed)
+        self.space.seal_full()
         return stored
 
     def _pieces(self, runs: list[tuple[int, int]], class_id: int) -> list[tuple[Allocation, int]]:
@@ -262,15 +272,13 @@ class BlockStore:
         """Take approximate blocks out of the index where exact ones were written; the rest of their extent stays."""
         left = granted
         taken = {start + i for start, count in walk.runs for i in range(count) if (left := left - 1) >= 0}
-        first_of = {hop.place: block for block, hop, _ in walk.hops}
-        for hop, low, high in walk.replace:
-            block = first_of[hop.place]
+        for (block, place, record, _, high), low in walk.replace:
             while high > low and block + high - 1 not in taken:
                 high -= 1
-            raw = txn.life_raw(hop.place)
+            raw = txn.life_raw(place)
             if raw is None or high <= low:
                 continue
-            life, extent = Life.decode(raw), Extent.decode(hop.record)
+            life, extent = Life.decode(raw), Extent.decode(record)
             segment, slot = extent.segment, extent.first_slot
             if high < life.n:
                 prefixes = extent.prefixes[high * PREFIX_BYTES :]
@@ -295,7 +303,7 @@ class BlockStore:
         if raced:
             runs = []
             for i in range(piece.count):
-                if txn.hop(blob, block + i, block + i + 1) is None:
+                if not txn.walk(blob, block + i, block + i + 1):
                     _extend(runs, i, 1)
         stored = 0
         for start, count in runs:
@@ -329,17 +337,15 @@ class BlockStore:
         with self._write:
             with self._index.read() as txn, self._state:
                 policy = self.policies.current(txn)
-                walk = self._walk(txn, blob, blocks, blocks, Origin.APPROX)
                 cutoffs = Cutoffs(policy, self._clock.wall())
                 until = stamp_of(self._clock.wall() + ttl_s)
                 held = 0
-                for block, hop, life in walk.hops:
-                    alive = min(hop.count, life.alive(cutoffs))
-                    if block != held or not alive:
-                        break
-                    self._cache.use(hop.place, life, PIN_CLASS, alive, until)
+                for _, place, _, raw, count in txn.walk(blob, 0, blocks):
+                    life = self._cache.get(place, raw)
+                    alive = min(count, life.alive(cutoffs))
+                    self._cache.use(place, life, PIN_CLASS, alive, until)
                     held += alive
-                    if alive < hop.count:
+                    if alive < count:
                         break
             self.flush_uses()
         return held
@@ -385,6 +391,21 @@ class BlockStore:
             self.flush_uses()
             self.space.close()
             self._index.sync()
+
+
+def _alive(held: list[tuple[bytes, Life, int]], cutoffs: Cutoffs) -> tuple[int, int]:
+    """How many extents of a walk are alive as far as the prompt goes, and the alive blocks of the next one.
+
+    A use covers a prefix, so under sliding rules a parent is never older than its child and the last one speaks for
+    all; a fixed life counts from the store time, and a parent is stored first.
+    """
+    if not held or (not cutoffs.any_fixed and held[-1][1].alive(cutoffs) >= held[-1][2]):
+        return len(held), 0
+    for i, (_, life, count) in enumerate(held):
+        alive = life.alive(cutoffs)
+        if alive < count:
+            return i, alive
+    return len(held), 0
 
 
 def _extend(runs: list[tuple[int, int]], first: int, count: int) -> None:

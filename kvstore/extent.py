@@ -48,6 +48,7 @@ class Cutoffs(dict[int, tuple[int, bool]]):
 
     def __init__(self, policy: Policy, now_s: float) -> None:
         super().__init__({PIN_CLASS: (stamp_of(now_s), False)})
+        self.any_fixed = policy.any_fixed
         self._policy = policy
         self._now_s = now_s
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import lmdb
 import msgspec
@@ -47,21 +47,13 @@ def segment_name(writer: str, number: int) -> str:
     return f"seg/{writer}/{number:08x}.seg"
 
 
-class Hop(NamedTuple):
-    """One step of a walk: `count` blocks of a prompt found in one extent.
+Hop: TypeAlias = tuple[int, bytes, bytes, bytes, int]
+"""One step of a walk: (first block, 8-byte place, raw extent record, raw life, blocks of the prompt found in it)."""
 
-    `record` is the extent's raw record, `place` its 8-byte identity, `life` its raw life.
-    """
 
-    place: bytes
-    record: bytes
-    life: bytes
-    count: int
-
-    @property
-    def approx(self) -> bool:
-        """Whether the blocks are the result of a bounded replay somewhere before them."""
-        return self.record[EXTENT_HEAD - 2] != 0
+def is_approx(record: bytes) -> bool:
+    """Whether an extent's blocks are the result of a bounded replay somewhere before them."""
+    return record[EXTENT_HEAD - 2] != 0
 
 
 class IndexTxn:
@@ -72,30 +64,42 @@ class IndexTxn:
         self._get = txn.get
         self._extents, self._lives, self._segments, self._meta = index.tables
 
-    def hop(self, blob: bytes, block: int, blocks: int) -> Hop | None:
-        """Find the extent that starts with block `block` of a prompt's key blob, and how far the prompt follows it.
+    def walk(self, blob: bytes, block: int, blocks: int) -> list[Hop]:
+        """Follow a prompt's key blob from block `block` to the first one that no extent holds.
 
         Chained keys: equal last prefixes imply that all before are equal, so one compare usually settles a hop.
         """
-        at = block * KEY_BYTES
-        record = self._get(blob[at : at + PREFIX_BYTES], db=self._extents)
-        if record is None:
-            return None
-        place = record[:_PLACE_BYTES]
-        life = self._get(place, db=self._lives)
-        if life is None:
-            return None
-        count = min(int.from_bytes(life[:4], "little"), blocks - block)
-        if count and not _agree(record, blob, block, count - 1):
-            low, high = 1, count - 1
-            while low < high:
-                middle = (low + high + 1) // 2
-                if _agree(record, blob, block, middle - 1):
-                    low = middle
-                else:
-                    high = middle - 1
-            count = low
-        return Hop(place, record, life, count) if count else None
+        get, extents, lives = self._get, self._extents, self._lives
+        hops = []
+        while block < blocks:
+            at = block * KEY_BYTES
+            record = get(blob[at : at + PREFIX_BYTES], None, extents)
+            if record is None:
+                break
+            place = record[:_PLACE_BYTES]
+            life = get(place, None, lives)
+            if life is None:
+                break
+            count = int.from_bytes(life[:4], "little")
+            if count > blocks - block:
+                count = blocks - block
+            mine = EXTENT_HEAD + count * PREFIX_BYTES
+            theirs = at + count * KEY_BYTES
+            if record[mine - PREFIX_BYTES : mine] != blob[theirs - KEY_BYTES : theirs - KEY_BYTES + PREFIX_BYTES]:
+                count = _agreeing(record, blob, block, count)
+            if not count:
+                break
+            hops.append((block, place, record, life, count))
+            block += count
+        return hops
+
+    def absent_run(self, blob: bytes, block: int, blocks: int) -> int:
+        """How many blocks from `block` on start no extent."""
+        get, extents = self._get, self._extents
+        for at in range(block * KEY_BYTES, blocks * KEY_BYTES, KEY_BYTES):
+            if get(blob[at : at + PREFIX_BYTES], None, extents) is not None:
+                return at // KEY_BYTES - block
+        return blocks - block
 
     def extent(self, prefix: bytes) -> Extent | None:
         """The extent whose first block has this key prefix."""
@@ -286,7 +290,15 @@ class Index:
             raise StoreError("index: opened before fork; open the store again in the child process")
 
 
-def _agree(record: bytes, blob: bytes, block: int, offset: int) -> bool:
-    mine = EXTENT_HEAD + offset * PREFIX_BYTES
-    theirs = (block + offset) * KEY_BYTES
-    return record[mine : mine + PREFIX_BYTES] == blob[theirs : theirs + PREFIX_BYTES]
+def _agreeing(record: bytes, blob: bytes, block: int, count: int) -> int:
+    """How many of an extent's first `count` blocks a prompt shares; the first and all before a shared one are."""
+    low, high = min(1, count), count - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        mine = EXTENT_HEAD + (middle - 1) * PREFIX_BYTES
+        theirs = (block + middle - 1) * KEY_BYTES
+        if record[mine : mine + PREFIX_BYTES] == blob[theirs : theirs + PREFIX_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -55,6 +55,16 @@ class LifeCache:
         life.use(class_id, upto, stamp)
         self._dirty.add(place)
 
+    def use_whole(self, hops: list[tuple[bytes, Life, int]], class_id: int, stamp: int) -> None:
+        """Record one use over the extents of a walk: (place, life, blocks used) each, `stamp` newer than any before."""
+        for place, life, count in hops:
+            steps = life.steps.get(class_id)
+            if steps is not None and steps[-1][0] <= count and steps[0][1] < stamp:
+                life.steps[class_id] = [(count, stamp)]
+            else:
+                life.use(class_id, count, stamp)
+        self._dirty.update([place for place, _, _ in hops])
+
     def pending(self) -> int:
         """Lives with uses not yet in the index."""
         return len(self._dirty)

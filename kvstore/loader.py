@@ -98,7 +98,7 @@ class BlockLoader:
             info = txn.segment(span.segment)
         if life is None or life.n <= offset or info is None:
             found = self._blocks.find(wanted.blob, wanted.blocks, None, use=False)
-            return found.spans if found.blocks > block else None
+            return found.spans() if found.blocks > block else None
         if reason.startswith(_UNREADABLE):
             return None
         if reason == "ENOENT":

@@ -67,6 +67,11 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         version = previous.version + 1 if previous else self.version
         return Policy(self.classes, self.default, ids, version)
 
+    @property
+    def any_fixed(self) -> bool:
+        """Whether a class counts lives from the store time."""
+        return any(rule.mode == "fixed" for rule in self.classes.values())
+
     def with_rule(self, name: str, rule: ClassRule) -> Policy:
         """Return a copy in which class `name` has `rule` (a new class, or a changed one)."""
         return Policy({**self.classes, name: rule}, self.default, self.ids, self.version)

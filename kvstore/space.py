@@ -17,7 +17,7 @@ from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.events import BlocksEvicted, Degraded, Event, SpaceFreed
 from duokv.kvstore.extent import Extent, Life
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.index import Index, IndexTxn, SegmentInfo, segment_name
+from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
 from duokv.kvstore.lives import LifeCache
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaim import Cut, ReclaimPlan, VictimQueue
@@ -69,6 +69,8 @@ class Space:
         self._cache = cache
         self._state = state
         self._active: dict[int, SegmentWriter] = {}
+        self._full: list[SegmentWriter] = []
+        """Segments without room left whose last slots may not be published yet."""
         self._queue: VictimQueue | None = None
         self.segment_slots = max(1, config.effective_segment_bytes // self._slot)
         self._step = max(1, config.preallocate_bytes // self._slot)
@@ -96,7 +98,7 @@ class Space:
         if config.capacity_blocks is not None:
             short = live + slots - config.capacity_blocks
         if config.capacity is not None:
-            pending = sum(writer.unpublished for writer in self._active.values())
+            pending = sum(writer.unpublished for writer in self._writers())
             over = allocated + pending + self._growth(slots, class_id) - self._usable(config.capacity)
             short = max(short, -(-over // self._slot))
         return short
@@ -121,7 +123,7 @@ class Space:
         while slots:
             active = self._active.get(class_id)
             if active is not None and active.room == 0:
-                self.seal(class_id)
+                self._full.append(self._active.pop(class_id))
                 active = None
             if active is None:
                 active = self._open(class_id)
@@ -171,10 +173,13 @@ class Space:
         if self._queue is not None:
             self._queue.add(extent.place, life)
 
-    def seal(self, class_id: int) -> None:
-        """Finish the active segment of a class: footer, durable unless fsync is off, then marked in the index."""
-        writer = self._active.pop(class_id)
-        name = segment_name(self._writer_id, writer.number)
+    def seal_full(self) -> None:
+        """Seal segments that have no room left, now that their slots are published."""
+        while self._full:
+            self._seal(self._full.pop())
+
+    def _seal(self, writer: SegmentWriter) -> None:
+        """Finish a segment: footer, durable unless fsync is off, then marked in the index."""
         slack = writer.reserved_bytes - writer.next_slot * self._slot + footer_reserve(self.segment_slots)
         length = writer.seal(durable=self._config.fsync != "none")
         with self._index.write() as txn:
@@ -188,29 +193,32 @@ class Space:
                 info.allocated += writer.take_unpublished() - slack + length - writer.next_slot * self._slot
                 txn.put_segment(writer.number, info)
         if info.live == 0:
-            self._remove(name, length)
+            self._remove(writer.name, length)
 
     def abandon(self, writer: SegmentWriter) -> None:
-        """Give up an active segment after a failed write: what was published stays, what was not is cut off."""
-        for class_id, active in list(self._active.items()):
-            if active is writer:
-                writer.forget_unpublished()
-                try:
-                    self.seal(class_id)
-                except OSError as error:
-                    self._active.pop(class_id, None)
-                    self._emit(Degraded(segment_name(self._writer_id, writer.number), f"left unsealed: {error}"))
+        """Give up a segment after a failed write: what was published stays, what was not is cut off."""
+        self._active = {class_id: active for class_id, active in self._active.items() if active is not writer}
+        self._full = [full for full in self._full if full is not writer]
+        writer.forget_unpublished()
+        try:
+            self._seal(writer)
+        except OSError as error:
+            self._emit(Degraded(writer.name, f"left unsealed: {error}"))
 
     def flush(self) -> None:
         """Make every written slot durable, then the index that points at them."""
-        for writer in self._active.values():
+        for writer in self._writers():
             writer.sync()
         self._index.sync()
 
     def close(self) -> None:
         """Seal all active segments."""
-        for class_id in list(self._active):
-            self.seal(class_id)
+        self.seal_full()
+        while self._active:
+            self._seal(self._active.popitem()[1])
+
+    def _writers(self) -> list[SegmentWriter]:
+        return [*self._active.values(), *self._full]
 
     # -- reclaim -----------------------------------------------------------------------------------------------------
 
@@ -303,9 +311,10 @@ class Space:
                 txn.drop_extent(life, place)
                 blocks += life.n
             txn.drop_segment(number)
-        for class_id, writer in list(self._active.items()):
+        for writer in self._writers():
             if writer.number == number:
-                del self._active[class_id]
+                self._active = {class_id: active for class_id, active in self._active.items() if active is not writer}
+                self._full = [full for full in self._full if full is not writer]
                 writer.abort()
         self._emit(BlocksEvicted(blocks, "lost"))
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from duokv.kvstore.backend import Backend, Lock
-from duokv.kvstore.blockstore import BlockStore, MissReason, Payload
+from duokv.kvstore.blockstore import BlockStore, Found, MissReason, Payload
 from duokv.kvstore.buffers import BufferPool, Lent
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
@@ -37,7 +37,7 @@ from duokv.kvstore.keys import (
 from duokv.kvstore.loader import BlockLoader, Wanted
 from duokv.kvstore.metrics import Counters
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.reader import BlockReader, Rows, Span
+from duokv.kvstore.reader import BlockReader, Rows
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
 from duokv.kvstore.recovery import write_lives
 from duokv.kvstore.swa import SwaArena, SwaStats, SwaWindow
@@ -60,7 +60,7 @@ class PrefixHit:
     keys: BlockKeys
     miss_reason: MissReason | None
     traffic: str
-    _spans: tuple[Span, ...] = field(repr=False, default=())
+    _found: Found = field(repr=False, default=Found((), 0, None))
     _ids: bytes = field(repr=False, default=b"")
     _root: bytes = field(repr=False, default=b"")
 
@@ -164,7 +164,7 @@ class KVStore:
         name = traffic or self.blocks.default_class
         self.events.emit(PrefixLookedUp(name, hit, length - hit, found.reason, self._is_retry(request_id)))
         keys = BlockKeys(blob[: found.blocks * KEY_BYTES])
-        return PrefixHit(hit, keys, found.reason, name, found.spans, ids, root)
+        return PrefixHit(hit, keys, found.reason, name, found, ids, root)
 
     def load(self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None) -> int:
         """Read blocks `first_block`.. of a hit into `out` and return how many leading rows hold verified blocks.
@@ -187,7 +187,7 @@ class KVStore:
                 f"load: out is {out.dtype} of shape {out.shape} from block {first_block}; "
                 f"give uint8 rows of {self.geometry.slot_bytes} bytes, as buffers(n) lends them"
             )
-        spans = tuple(span for span in hit._spans if span.block < blocks)
+        spans = tuple(span for span in hit._found.spans() if span.block < blocks)
         if blocks <= first_block or not spans:
             return iter(())
         last = spans[-1]

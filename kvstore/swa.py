@@ -134,8 +134,7 @@ class SwaArena:
                     self._publish(key, _Entry(window.end, window.valid_from, window.origin, now, slot))
                     if self._payload:
                         events.append(WindowStored(key))
-        for event in events:
-            self._emit(event)
+        self._tell(events)
         return slot is not None or not needed
 
     def put_marks(self, keys: Sequence[bytes], end_of_first: int, *, valid_from: int, origin: Origin) -> int:
@@ -183,8 +182,7 @@ class SwaArena:
         view: memoryview | None = None
         try:
             events.append(WindowLeased(key, entry is not None))
-            for event in events:
-                self._emit(event)
+            self._tell(events)
             if entry is None:
                 yield None
                 return
@@ -210,17 +208,19 @@ class SwaArena:
 
     def drop(self, key: bytes) -> bool:
         """Forget a window; return whether there was one. A lease of it goes on with its bytes unchanged."""
+        events: list[Event] = []
         with self._lock:
-            self._expire(self._monotonic(), [])
-            return self._remove(key)
+            self._expire(self._monotonic(), events)
+            known = self._remove(key)
+        self._tell(events)
+        return known
 
     def expire(self) -> int:
         """Evict every window past its expiry; return how many. Puts and leases do so too, this is for idle times."""
         events: list[Event] = []
         with self._lock:
             count = self._expire(self._monotonic(), events)
-        for event in events:
-            self._emit(event)
+        self._tell(events)
         return count
 
     def stats(self) -> SwaStats:
@@ -232,6 +232,10 @@ class SwaArena:
                 used_bytes=self._used * self._pitch,
                 capacity_bytes=None if self._slots is None else self._slots * self._pitch,
             )
+
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            self._emit(event)
 
     def _bytes_of(self, window: SwaWindow) -> memoryview | None:
         data = window.data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from duokv.replay import (
@@ -21,7 +21,6 @@ from duokv.replay import (
 )
 
 W = 128
-unhurried = settings(deadline=None)
 KEEPS = (128, 134, 140)
 policies = st.builds(
     ReplayPolicy,
@@ -67,7 +66,6 @@ def test_every_hit_and_short_suffix(keep: int, mode: Mode) -> None:
                 assert replayed == W or prompt - plan.adopted_tokens < keep - W
 
 
-@unhurried
 @given(policy=policies, hit=st.integers(0, 2000), prompt=st.integers(1, 2000), data=st.data())
 def test_any_plan(policy: ReplayPolicy, hit: int, prompt: int, data: st.DataObject) -> None:
     first = max(0, prompt - policy.keep_rows)
@@ -84,7 +82,6 @@ def test_any_plan(policy: ReplayPolicy, hit: int, prompt: int, data: st.DataObje
         assert (plan.reason is Reason.SWA_HIT) == (swa_at is not None)
 
 
-@unhurried
 @given(policy=policies, hit=st.integers(0, 2000), prompt=st.integers(1, 2000), grown=st.integers(0, 600))
 def test_a_preempted_request_keeps_its_anchor(policy: ReplayPolicy, hit: int, prompt: int, grown: int) -> None:
     """Only the prompt was a hit, so after it has grown the same rows serve it: the same plan comes out."""
@@ -100,14 +97,12 @@ def test_a_preempted_request_keeps_its_anchor(policy: ReplayPolicy, hit: int, pr
     assert after == before
 
 
-@unhurried
 @given(policy=policies, total=st.integers(1, 2000), suffix=st.integers(0, 600))
 def test_what_is_kept_serves_every_prompt_that_goes_on_from_it(policy: ReplayPolicy, total: int, suffix: int) -> None:
     best = anchor(hit_tokens=total, prompt_tokens=total + suffix, policy=policy)
     assert best == 0 or best in kept_boundaries(total, policy)
 
 
-@unhurried
 @given(policy=policies, hit=st.integers(0, 2000), suffix=st.integers(1, 600), output=st.integers(0, 300))
 def test_the_next_prompt_finds_a_usable_state(policy: ReplayPolicy, hit: int, suffix: int, output: int) -> None:
     """After a cold run or an SWA hit always; after a bounded replay once `keep_rows` new rows followed the hit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,7 +16,6 @@ Bytes = NDArray[np.uint8]
 REAL = RingGeometry(layers=20, row_bytes=528)
 SMALL = RingGeometry(layers=3, row_bytes=5, window=8, rollback=2)
 FOREIGN = 255
-unhurried = settings(deadline=None)
 
 
 def request_rows(geometry: RingGeometry, total: int, seed: int = 0) -> Bytes:
@@ -88,7 +87,6 @@ def test_a_state_fills_a_ring_of_any_size(slots: int) -> None:
         assert np.array_equal(ring[:, slot], rows[:, held[slot]]) if slot in held else not ring[:, slot].any()
 
 
-@unhurried
 @given(
     slots=st.integers(8, 20),
     chunks=st.lists(st.integers(1, 30), min_size=1, max_size=8),
