@@ -35,7 +35,8 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@touch $@
 
 demo: $(STAMP) ## replay a trace against a store: TRACE=file, FULL=1, LIMIT=requests
-	@$(BIN)/python -m duokv.tools.demo $(if $(TRACE),--trace '$(TRACE)') $(if $(FULL),--full) $(if $(LIMIT),--limit '$(LIMIT)')
+	@$(BIN)/python -m duokv.tools.demo \
+		$(if $(TRACE),--trace '$(TRACE)') $(if $(FULL),--full) $(if $(LIMIT),--limit '$(LIMIT)')
 
 test: $(STAMP) ## run the tests, without torture, bench and gpu
 	@$(PYTEST)

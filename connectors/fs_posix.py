@@ -255,7 +255,7 @@ class _PosixWriter:
             write_full(fd, parts, offset)
             return
         with self._backend._stages.lend(1, _STAGE_BYTES) as lent:
-            for run in aligned_runs(parts, memoryview(lent.rows[0])):
+            for run in aligned_runs(parts, lent.rows.data.cast("B")):
                 write_full(fd, run, offset)
                 offset += sum(view.nbytes for view in run)
 

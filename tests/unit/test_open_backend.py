@@ -42,7 +42,9 @@ def test_memory_is_fresh_each_time() -> None:
     assert two.read_file("meta") is None
 
 
-@pytest.mark.parametrize("url", ["file://host/path", "file://relative", "file://", "file:///a?direct=off", "file:///a#b"])
+@pytest.mark.parametrize(
+    "url", ["file://host/path", "file://relative", "file://", "file:///a?direct=off", "file:///a#b"]
+)
 def test_a_file_url_that_names_no_folder_here(url: str) -> None:
     with pytest.raises(UsageError, match="file:///absolute/path"):
         open_backend(url)
@@ -58,11 +60,14 @@ def test_planned_schemes_say_so(url: str) -> None:
 def test_an_unknown_scheme_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'memory'"):
         open_backend("memroy://x")
-    with pytest.raises(UsageError, match="valid: .*file"):
+    with pytest.raises(UsageError, match=r"valid: .*file"):
         open_backend("zzz://x")
 
 
 def test_a_backend_is_imported_only_when_asked_for() -> None:
-    code = "import sys, duokv.connectors as c; c.open_backend('memory://'); print('duokv.connectors.fs_posix' in sys.modules)"
+    code = (
+        "import sys; from duokv.connectors import open_backend; open_backend('memory://');"
+        "print('duokv.connectors.fs_posix' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"
