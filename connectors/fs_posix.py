@@ -286,6 +286,11 @@ class _PosixWriter:
         with suppress(OSError):
             self._backend.remove(self._name)
 
+    def __del__(self) -> None:
+        # A writer that was dropped leaves its file for `resume`, not its descriptor.
+        if self._fd is not None:
+            os.close(self._fd)
+
     def _live(self) -> int:
         if self._fd is None:
             raise OSError(errno.EBADF, "writer was sealed or aborted", self._name)

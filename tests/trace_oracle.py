@@ -10,9 +10,9 @@ The published figures follow from these rules, to the last digit:
 - LRU of C blocks: touched in the order last block to first, so the head of a prompt is younger than its tail; the
   prompt is looked up before it is touched, and what is over C is dropped after.
 - Token hit rate: 128 * hit blocks over *all* input tokens, the incomplete last block included.
-- SWA, unbounded bytes: the denominator is the requests that hit at least one block without any expiry, the numerator
-  those whose last hit block was touched within the expiry. "Every block": touched by any prompt, as above. "Prompt end":
-  touched only by prompts whose last listed block it is; a hit on it does not renew it, and no shorter prefix is tried.
+- SWA, unbounded bytes: of the requests that hit at least one block without any expiry, those whose last hit block was
+  touched within the expiry. "Every block": touched by any prompt, as above. "Prompt end": touched only by prompts whose
+  last listed block it is; a hit on it does not renew it, and no shorter prefix is tried.
 """
 
 from __future__ import annotations

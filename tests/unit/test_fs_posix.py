@@ -180,12 +180,14 @@ def test_direct_io_that_nobody_asked_for_is_not_tried(root: Path) -> None:
     backend.close()
 
 
-def test_direct_io_is_used_where_it_works(backend: PosixBackend) -> None:
+def test_direct_io_is_used_where_it_works(backend: PosixBackend, root: Path) -> None:
     if backend.alignment == 1:
         pytest.skip(f"no O_DIRECT here: {backend.notes}")
     put(backend, "a")
     get(backend, "a")
-    (fd,) = [int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists() and path.resolve().name == "a"]
+    (fd,) = [
+        int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists() and path.resolve() == root / "a"
+    ]
     assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
     view = aligned(2 * PAGE)
     misplaced = ReadOp("a", 0, (view[1 : PAGE + 1],))
@@ -207,7 +209,7 @@ def test_only_unaligned_parts_are_staged() -> None:
 # Space
 
 
-def test_a_full_device_leaves_no_file(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_leaves_no_file(backend: PosixBackend, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, mode: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -216,7 +218,7 @@ def test_a_full_device_leaves_no_file(backend: PosixBackend, monkeypatch: pytest
         backend.create("seg/a", PAGE)
     assert caught.value.errno == errno.ENOSPC
     assert backend.list("") == []
-    assert descriptors(of="seg/a") == []
+    assert descriptors(of=f"{root}/seg/a") == []
 
 
 def test_a_full_device_still_opens_for_reads_and_reclaim(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +392,7 @@ def test_a_removed_file_is_not_kept_open(backend: PosixBackend, root: Path, by_h
         (root / "a").unlink()
     else:
         backend.remove("a")
+        assert descriptors(of=f"{root}/a") == []
     assert get(backend, "a") == -errno.ENOENT
     assert descriptors(of=f"{root}/a") == []
 
@@ -450,6 +453,12 @@ def test_the_least_recently_used_descriptor_goes_first(tmp_path: Path) -> None:
             pass
     assert opened == ["a", "b", "c", "b"]
     fds.close()
+
+
+def test_a_dropped_writer_keeps_its_file_and_no_descriptor(backend: PosixBackend, root: Path) -> None:
+    backend.create("a", PAGE)
+    assert descriptors(of=f"{root}/a") == []
+    assert [info.name for info in backend.list("")] == ["a"]
 
 
 # System calls that do less than asked
@@ -521,4 +530,4 @@ def test_a_lock_ends_with_its_process(backend: PosixBackend, root: Path) -> None
     lock = backend.lock("writer")
     assert lock is not None
     lock.release()
-    assert descriptors(of="locks/") == []
+    assert descriptors(of=f"{root}/locks/") == []
