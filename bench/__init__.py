@@ -1,1 +1,1 @@
-
+"""Harnesses and reports: cache hits on traces, speed."""

@@ -83,7 +83,9 @@ class SimReport:
     requests: int = 0
     input_tokens: int = 0
     index_hit_tokens: int = 0
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("swa_hit", "block_hit", "replayed", "computed"), 0))
+    tokens: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("swa_hit", "block_hit", "replayed", "computed"), 0)
+    )
     adopted_requests: int = 0
     replayed_requests: int = 0
     hit_requests: int = 0
@@ -136,6 +138,11 @@ class Simulation:
         self._evicted: defaultdict[str, int] = defaultdict(int)
         # A state restored or put under a bound of bytes is metadata only, unless real bytes are asked for.
         self._arena = SwaArena(
+            self._geometry.swa_bytes, capacity_bytes=options.swa_bytes, expiry_s=options.swa_expiry_s,
+            monotonic=self._clock.monotonic, emit=_nobody, payload=False,
+        )  # fmt: skip
+        # The published column asks when the hit's last block last ended a prompt; a hit is no use there.
+        self._prompt_ends = SwaArena(
             self._geometry.swa_bytes, capacity_bytes=options.swa_bytes, expiry_s=options.swa_expiry_s,
             monotonic=self._clock.monotonic, emit=_nobody, payload=False,
         )  # fmt: skip
@@ -216,7 +223,8 @@ class Simulation:
         hit = hit_blocks * BLOCK_TOKENS
         length = max(request.input_tokens, hit, 1)
         swa_at = None
-        alive = bool(hit) and self._arena.contains(_key(blob, hit_blocks))
+        tier = self._arena if self.options.swa_keep == "every-block" else self._prompt_ends
+        alive = bool(hit) and tier.contains(_key(blob, hit_blocks))
         for boundary in swa_candidates(hit_tokens=hit, prompt_tokens=length, policy=self._policy):
             with self._arena.lease(_key(blob, boundary // BLOCK_TOKENS)) as window:
                 if window is not None:
@@ -233,6 +241,7 @@ class Simulation:
             keys = [blob[at : at + KEY_BYTES] for at in range(0, len(blob), KEY_BYTES)]
             self._arena.put_marks(keys, BLOCK_TOKENS, valid_from=0, origin=Origin.EXACT)
             return
+        self._mark_end(blob)
         self._put(kept_boundaries(request.input_tokens, self._policy), blob, valid)
         if self.options.keep_hit_boundary and served.plan.reason is Reason.SWA_MISS:
             self._put((served.plan.write_floor,), blob, valid)
@@ -243,11 +252,19 @@ class Simulation:
                 window = SwaWindow(boundary, None, boundary - BLOCK_TOKENS, Origin.EXACT)
                 self._arena.put(_key(blob, boundary // BLOCK_TOKENS), window)
 
+    def _mark_end(self, blob: bytes) -> None:
+        if blob:
+            blocks = len(blob) // KEY_BYTES
+            window = SwaWindow(blocks * BLOCK_TOKENS, None, 0, Origin.EXACT)
+            self._prompt_ends.put(_key(blob, blocks), window)
+
     def _output_ends_until(self, t: float) -> None:
         while self._ends and self._ends[0][0] <= t:
             at, _, end, valid = heapq.heappop(self._ends)
             self._now = EPOCH_S + at
-            self._put(kept_boundaries(end.tokens, self._policy), self._memo.keys(end.runs), valid)
+            blob = self._memo.keys(end.runs)
+            self._mark_end(blob)
+            self._put(kept_boundaries(end.tokens, self._policy), blob, valid)
 
     # -- sums --------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import math
 import os
 import zlib
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
@@ -106,7 +107,7 @@ def read_trace(path: Path | str, *, limit: int | None = None) -> Iterator[TraceR
         raise UsageError(f"{path}: {error.strerror}; give the path of a trace that can be read") from None
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> io.BufferedIOBase:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
@@ -145,13 +146,15 @@ def block_tokens(chain_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     low and then high half are two tokens.
     """
     per_block = BLOCK_TOKENS // 2
-    output = chain_ids.astype(np.uint64)[:, None] * np.uint64(per_block) + np.arange(1, per_block + 1, dtype=np.uint64)
-    z = output * np.uint64(0x9E3779B97F4A7C15)
+    within = np.arange(1, per_block + 1, dtype=np.uint64)
+    z: npt.NDArray[np.uint64] = chain_ids.astype(np.uint64)[:, None] * np.uint64(per_block) + within
+    z *= np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    halves = z.astype("<u8", copy=False).view("<u4").astype(np.uint32, copy=False)
-    return halves >> np.uint32(32 - TOKEN_BITS)
+    halves: npt.NDArray[np.uint32] = z.astype("<u8", copy=False).view("<u4").astype(np.uint32, copy=False)
+    halves >>= np.uint32(32 - TOKEN_BITS)
+    return halves
 
 
 def sha256_step(parent: bytes, tokens: memoryview) -> bytes:
@@ -170,7 +173,7 @@ class KeyMemo:
         self._root = root
         self._step = step
         self._keys = np.empty(0, np.uint8)
-        self._view = memoryview(self._keys)
+        self._view = self._keys.data
         self._known = bytearray()
         self._distinct = 0
 
@@ -209,7 +212,7 @@ class KeyMemo:
 
     def _derive(self, parent: bytes, first: int, end: int) -> None:
         # As bytes, since the step is promised u32 LE on any machine.
-        tokens = memoryview(block_tokens(np.arange(first, end)).astype("<u4", copy=False)).cast("B")
+        tokens = memoryview(block_tokens(np.arange(first, end)).astype("<u4", copy=False).tobytes())
         step, made = self._step, []
         for at in range(0, len(tokens), _TOKEN_BYTES):
             parent = step(parent, tokens[at : at + _TOKEN_BYTES])
@@ -229,7 +232,7 @@ class KeyMemo:
         # Untouched pages of a fresh array cost no memory, so doubling is only an address range.
         keys = np.empty(KEY_BYTES * room, np.uint8)
         keys[: len(self._keys)] = self._keys
-        self._keys, self._view = keys, memoryview(keys)
+        self._keys, self._view = keys, keys.data
         self._known.extend(bytes(room - have))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,11 +18,11 @@ from duokv.kvstore.backend import Backend
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
+from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Event, StoreFailed
 from duokv.kvstore.extent import PLACE, PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
-from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.index import Hop, Index, IndexTxn, is_approx
+from duokv.kvstore.index import Index, IndexTxn, is_approx
 from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.lives import LifeCache, Stamps
 from duokv.kvstore.origin import Origin
@@ -32,6 +32,7 @@ from duokv.kvstore.reader import Span
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
 from duokv.kvstore.space import Allocation, Freed, Space
+from duokv.kvstore.walk import CommitWalk, Runs, alive_lead, extend_runs, head_of_runs, walk_for_commit
 
 MissReason = Literal["absent", "expired", "approx", "index"]
 STAGING_BLOCKS = 32
@@ -77,16 +78,6 @@ class Committed:
     dropped: int
 
 
-@dataclass(slots=True)
-class _Walk:
-    """A prompt against the index: hops with their first block, runs of blocks to write, approximate blocks to replace."""
-
-    hops: list[tuple[bytes, Life, int]]
-    runs: list[tuple[int, int]]
-    replace: list[tuple[Hop, int]]
-    present: int
-
-
 class BlockStore:
     """Thread-safe: lookups run in parallel with one commit at a time."""
 
@@ -121,7 +112,9 @@ class BlockStore:
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
-    def find(self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool = False, use: bool = True) -> Found:
+    def find(
+        self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool = False, use: bool = True
+    ) -> Found:
         """Walk a prompt's key blob: which leading blocks are stored and alive. Counts as their use unless `use=False`."""
         with self._index.read() as txn, self._state:
             now_s = self._clock.wall()
@@ -133,7 +126,7 @@ class BlockStore:
                 exact = list(itertools.takewhile(lambda hop: not is_approx(hop[2]), hops))
                 hops, reason = exact, reason if len(exact) == len(hops) else "approx"
             held = [(place, self._cache.get(place, raw), count) for _, place, _, raw, count in hops]
-            alive, tail = _alive(held, Cutoffs(policy, now_s))
+            alive, tail = alive_lead(held, Cutoffs(policy, now_s))
             if alive < len(held):
                 held, reason = held[:alive], "expired"
                 if tail:
@@ -159,7 +152,7 @@ class BlockStore:
                 policy = self.policies.current(txn)
                 class_id = policy.class_id(traffic)
                 stamp = self._stamps.next(self._clock.wall())
-                walk = self._walk(txn, blob, blocks, first, origin)
+                walk = walk_for_commit(txn, self._cache, blob, blocks, first, origin)
                 self._renew(walk, policy, class_id, stamp)
             wanted = sum(count for _, count in walk.runs)
             lost = blocks - first - walk.present - wanted
@@ -176,50 +169,23 @@ class BlockStore:
         self._emit(BlocksStored(policy.name_of(class_id), stored, walk.present, done.dropped, stored * slot_bytes))
         return done
 
-    def _walk(self, txn: IndexTxn, blob: bytes, blocks: int, first: int, origin: Origin) -> _Walk:
-        walk = _Walk([], [], [], 0)
-        reachable = True
-        block = 0
-        while block < blocks:
-            hops = txn.walk(blob, block, blocks)
-            if not hops:
-                # At least one: an extent whose life is gone holds nothing either.
-                absent = max(1, txn.absent_run(blob, block, blocks))
-                reachable = reachable and block >= first
-                if reachable:
-                    _extend(walk.runs, block, absent)
-                block += absent
-                continue
-            for hop in hops:
-                block, place, record, raw, count = hop
-                walk.hops.append((place, self._cache.get(place, raw), count))
-                low = max(first, block)
-                covered = block + count - low
-                if covered > 0 and reachable and origin is Origin.EXACT and is_approx(record):
-                    walk.replace.append((hop, low - block))
-                    _extend(walk.runs, low, covered)
-                elif covered > 0:
-                    walk.present += covered
-            block += count
-        return walk
-
-    def _renew(self, walk: _Walk, policy: Policy, class_id: int, stamp: int) -> None:
+    def _renew(self, walk: CommitWalk, policy: Policy, class_id: int, stamp: int) -> None:
         held = walk.hops
         cutoffs = Cutoffs(policy, self._clock.wall())
-        alive, _ = _alive(held, cutoffs)
+        alive, _ = alive_lead(held, cutoffs)
         for place, life, count in held[alive:]:
             if life.alive(cutoffs) < count:
                 self._cache.use(place, life, BORN_CLASS, count, stamp)
         self._cache.use_whole(held, class_id, stamp)
 
     def _store(
-        self, walk: _Walk, blob: bytes, class_id: int, policy: Policy, stamp: int, payload: Payload | None,
+        self, walk: CommitWalk, blob: bytes, class_id: int, policy: Policy, stamp: int, payload: Payload | None,
         origin: Origin, seen: int,
     ) -> int:  # fmt: skip
         wanted = sum(count for _, count in walk.runs)
         ours = self._index.writes
         granted = self.space.make_room(wanted, class_id, policy, stamp)
-        pieces = self._pieces(_first(walk.runs, granted), class_id)
+        pieces = self._pieces(head_of_runs(walk.runs, granted), class_id)
         if payload is not None and not self._write_pieces(pieces, payload, origin, class_id):
             return 0
         if self._config.fsync == "always":
@@ -233,14 +199,18 @@ class BlockStore:
                 self._flushed = stamp
             # Another process may have stored the same blocks while ours were being written.
             raced = self._index.version() - seen != self._index.writes - ours
-            self._replace(txn, walk, granted, freed)
+            carried = self._replace(txn, walk, granted, freed)
             for piece, block in pieces:
-                stored += self._publish(txn, piece, block, blob, class_id, origin, stamp, raced, freed)
+                for extent, life in self._extents(txn, piece, block, blob, class_id, origin, stamp, raced):
+                    for start, old in carried:
+                        life.inherit(old, start - extent.chain_pos)
+                    self.space.publish(txn, piece.writer, extent, life, stamp)
+                    stored += extent.blocks
         self.space.release(freed)
         self.space.seal_full()
         return stored
 
-    def _pieces(self, runs: list[tuple[int, int]], class_id: int) -> list[tuple[Allocation, int]]:
+    def _pieces(self, runs: Runs, class_id: int) -> list[tuple[Allocation, int]]:
         """Slots for runs of blocks: (allocation, first block), neither crossing a segment nor a gap in the prompt."""
         pieces = []
         for start, count in runs:
@@ -250,7 +220,9 @@ class BlockStore:
                 block += allocation.count
         return pieces
 
-    def _write_pieces(self, pieces: list[tuple[Allocation, int]], payload: Payload, origin: Origin, class_id: int) -> bool:
+    def _write_pieces(
+        self, pieces: list[tuple[Allocation, int]], payload: Payload, origin: Origin, class_id: int
+    ) -> bool:
         stored_at = int(self._clock.wall())
         with self._pool.lend(STAGING_BLOCKS, self._codec.slot_bytes) as staging:
             for piece, block in pieces:
@@ -260,7 +232,7 @@ class BlockStore:
                         payload.fill(block + at + i, row)
                         self._codec.seal(row, payload.identity(block + at + i), origin, class_id, stored_at)
                     try:
-                        piece.writer.write(piece.slot + at, memoryview(rows.reshape(-1)))
+                        piece.writer.write(piece.slot + at, rows.reshape(-1).data)
                     except OSError as error:
                         self._emit(StoreFailed(piece.writer.name, str(error)))
                         for writer in {piece.writer.number: piece.writer for piece, _ in pieces}.values():
@@ -268,8 +240,12 @@ class BlockStore:
                         return False
         return True
 
-    def _replace(self, txn: IndexTxn, walk: _Walk, granted: int, freed: Freed) -> None:
-        """Take approximate blocks out of the index where exact ones were written; the rest of their extent stays."""
+    def _replace(self, txn: IndexTxn, walk: CommitWalk, granted: int, freed: Freed) -> list[tuple[int, Life]]:
+        """Take approximate blocks out of the index where exact ones were written; the rest of their extent stays.
+
+        Returns (first block, life) of what went: the exact blocks live on as long as those would have.
+        """
+        carried = []
         left = granted
         taken = {start + i for start, count in walk.runs for i in range(count) if (left := left - 1) >= 0}
         for (block, place, record, _, high), low in walk.replace:
@@ -286,6 +262,9 @@ class BlockStore:
                 txn.put_extent(rest)
                 txn.put_life(rest.place, life.rest(high, prefixes[:PREFIX_BYTES]))
             gone = min(high, life.n) - low
+            old = life.rest(low, b"")
+            old.cut(gone)
+            carried.append((block + low, old))
             if low:
                 life.cut(low)
                 txn.put_life(extent.place, life)
@@ -294,27 +273,26 @@ class BlockStore:
             self.space.unlive(txn, segment, [(slot + low, gone)], freed)
             self._emit(BlocksEvicted(gone, "replaced"))
             self.space.reset_queue()
+        return carried
 
-    def _publish(
+    def _extents(
         self, txn: IndexTxn, piece: Allocation, block: int, blob: bytes, class_id: int, origin: Origin, stamp: int,
-        raced: bool, freed: Freed,
-    ) -> int:  # fmt: skip
+        raced: bool,
+    ) -> Iterator[tuple[Extent, Life]]:  # fmt: skip
+        """The extents that written slots make: one, or those still absent if another process was quicker."""
         runs = [(0, piece.count)]
         if raced:
             runs = []
             for i in range(piece.count):
                 if not txn.walk(blob, block + i, block + i + 1):
-                    _extend(runs, i, 1)
-        stored = 0
+                    extend_runs(runs, i, 1)
         for start, count in runs:
             at = (block + start) * KEY_BYTES
             keys = blob[at : at + count * KEY_BYTES]
             prefixes = b"".join([keys[i : i + PREFIX_BYTES] for i in range(0, len(keys), KEY_BYTES)])
             extent = Extent(piece.writer.number, piece.slot + start, block + start, class_id, origin, prefixes)
             life = Life.born(count, block + start, prefixes[:PREFIX_BYTES], class_id, stamp)
-            self.space.publish(txn, piece.writer, extent, life, stamp)
-            stored += count
-        return stored
+            yield extent, life
 
     # -- lives and housekeeping --------------------------------------------------------------------------------------
 
@@ -391,37 +369,3 @@ class BlockStore:
             self.flush_uses()
             self.space.close()
             self._index.sync()
-
-
-def _alive(held: list[tuple[bytes, Life, int]], cutoffs: Cutoffs) -> tuple[int, int]:
-    """How many extents of a walk are alive as far as the prompt goes, and the alive blocks of the next one.
-
-    A use covers a prefix, so under sliding rules a parent is never older than its child and the last one speaks for
-    all; a fixed life counts from the store time, and a parent is stored first.
-    """
-    if not held or (not cutoffs.any_fixed and held[-1][1].alive(cutoffs) >= held[-1][2]):
-        return len(held), 0
-    for i, (_, life, count) in enumerate(held):
-        alive = life.alive(cutoffs)
-        if alive < count:
-            return i, alive
-    return len(held), 0
-
-
-def _extend(runs: list[tuple[int, int]], first: int, count: int) -> None:
-    """Add (first, count) to runs, joined to the last one where they touch."""
-    if runs and runs[-1][0] + runs[-1][1] == first:
-        runs[-1] = (runs[-1][0], runs[-1][1] + count)
-    else:
-        runs.append((first, count))
-
-
-def _first(runs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The leading `count` blocks of runs: parents before leaves."""
-    kept = []
-    for first, length in runs:
-        if count <= 0:
-            break
-        kept.append((first, min(length, count)))
-        count -= length
-    return kept

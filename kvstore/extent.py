@@ -86,9 +86,7 @@ class Extent:
 
     def encode(self) -> bytes:
         """The record's bytes (FORMAT.md)."""
-        head = _EXTENT.pack(
-            self.segment, self.first_slot, self.blocks, self.chain_pos, self.class_id, self.origin, 0
-        )
+        head = _EXTENT.pack(self.segment, self.first_slot, self.blocks, self.chain_pos, self.class_id, self.origin, 0)
         return head + self.prefixes
 
     @classmethod
@@ -143,6 +141,14 @@ class Life:
         for class_id, steps in other.steps.items():
             for upto, stamp in steps:
                 self.use(class_id, upto, stamp)
+
+    def inherit(self, old: Life, offset: int) -> None:
+        """Take the classes' uses of blocks this life replaces, whose first is block `offset` of it (may be negative)."""
+        for class_id, steps in old.steps.items():
+            for upto, stamp in steps:
+                reach = min(self.n, upto + offset)
+                if class_id != BORN_CLASS and reach > 0:
+                    self.use(class_id, reach, stamp)
 
     def cut(self, n: int) -> None:
         """Shorten to the first `n` blocks."""
@@ -216,7 +222,12 @@ class Life:
     def tail_start(self) -> int:
         """First block of the tail whose blocks all share one latest use: what falls together."""
         return max(
-            (upto for class_id, steps in self.steps.items() for upto, _ in steps if class_id < PIN_CLASS and upto < self.n),
+            (
+                upto
+                for class_id, steps in self.steps.items()
+                for upto, _ in steps
+                if class_id < PIN_CLASS and upto < self.n
+            ),
             default=0,
         )
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import lmdb
 import msgspec
@@ -61,7 +61,8 @@ class IndexTxn:
 
     def __init__(self, index: Index, txn: lmdb.Transaction) -> None:
         self._txn = txn
-        self._get = txn.get
+        # Opened without buffers=True, so values are bytes: copies that outlive the transaction.
+        self._get = cast("Callable[[bytes, None, object], bytes | None]", txn.get)
         self._extents, self._lives, self._segments, self._meta = index.tables
 
     def walk(self, blob: bytes, block: int, blocks: int) -> list[Hop]:
@@ -81,8 +82,7 @@ class IndexTxn:
             if life is None:
                 break
             count = int.from_bytes(life[:4], "little")
-            if count > blocks - block:
-                count = blocks - block
+            count = min(count, blocks - block)
             mine = EXTENT_HEAD + count * PREFIX_BYTES
             theirs = at + count * KEY_BYTES
             if record[mine - PREFIX_BYTES : mine] != blob[theirs - KEY_BYTES : theirs - KEY_BYTES + PREFIX_BYTES]:
@@ -103,7 +103,7 @@ class IndexTxn:
 
     def extent(self, prefix: bytes) -> Extent | None:
         """The extent whose first block has this key prefix."""
-        raw = self._get(prefix, db=self._extents)
+        raw = self._get(prefix, None, self._extents)
         return None if raw is None else Extent.decode(raw)
 
     def put_extent(self, extent: Extent) -> None:
@@ -113,20 +113,19 @@ class IndexTxn:
     def drop_extent(self, life: Life, place: int) -> None:
         """Remove an extent with its life; the first block's entry only if it still leads here."""
         key = PLACE.pack(place >> 32, place & 0xFFFFFFFF)
-        raw = self._get(life.first, db=self._extents)
+        raw = self._get(life.first, None, self._extents)
         if raw is not None and raw[:_PLACE_BYTES] == key:
             self._txn.delete(life.first, db=self._extents)
         self._txn.delete(key, db=self._lives)
 
     def life(self, place: int) -> Life | None:
         """The life of the extent at `place`."""
-        raw = self._get(PLACE.pack(place >> 32, place & 0xFFFFFFFF), db=self._lives)
+        raw = self._get(PLACE.pack(place >> 32, place & 0xFFFFFFFF), None, self._lives)
         return None if raw is None else Life.decode(raw)
 
     def life_raw(self, place: bytes) -> bytes | None:
         """A life's bytes, by the 8-byte place."""
-        raw: bytes | None = self._get(place, db=self._lives)
-        return raw
+        return self._get(place, None, self._lives)
 
     def put_life(self, place: int, life: Life) -> None:
         """Store a life."""
@@ -145,18 +144,18 @@ class IndexTxn:
                 number, slot = PLACE.unpack(key)
                 if segment is not None and number != segment:
                     return
-                yield number << 32 | slot, Life.decode(cursor.value())
+                yield number << 32 | slot, Life.decode(bytes(cursor.value()))
                 found = cursor.next()
 
     def extents(self) -> Iterator[Extent]:
         """All extents, in order of key prefix."""
         with self._txn.cursor(db=self._extents) as cursor:
             for raw in cursor.iternext(keys=False, values=True):
-                yield Extent.decode(raw)
+                yield Extent.decode(bytes(raw))
 
     def segment(self, number: int) -> SegmentInfo | None:
         """A segment's record."""
-        raw = self._get(number.to_bytes(4, "big"), db=self._segments)
+        raw = self._get(number.to_bytes(4, "big"), None, self._segments)
         return None if raw is None else msgspec.msgpack.decode(raw, type=SegmentInfo)
 
     def put_segment(self, number: int, info: SegmentInfo) -> None:
@@ -176,9 +175,7 @@ class IndexTxn:
     def segments(self) -> list[tuple[int, SegmentInfo]]:
         """All segments in order of number."""
         with self._txn.cursor(db=self._segments) as cursor:
-            return [
-                (int.from_bytes(key, "big"), msgspec.msgpack.decode(raw, type=SegmentInfo)) for key, raw in cursor
-            ]
+            return [(int.from_bytes(key, "big"), msgspec.msgpack.decode(raw, type=SegmentInfo)) for key, raw in cursor]
 
     def totals(self) -> tuple[int, int]:
         """(physical bytes allocated, live blocks) over all segments."""
@@ -200,15 +197,14 @@ class IndexTxn:
 
     def meta(self, name: bytes) -> bytes | None:
         """A store-wide value."""
-        raw: bytes | None = self._get(name, db=self._meta)
-        return raw
+        return self._get(name, None, self._meta)
 
     def meta_names(self, prefix: bytes) -> list[str]:
         """What follows `prefix` in the names of store-wide values."""
         with self._txn.cursor(db=self._meta) as cursor:
             cursor.set_range(prefix)
-            keys = itertools.takewhile(lambda key: key.startswith(prefix), cursor.iternext(keys=True, values=False))
-            return [key[len(prefix) :].decode() for key in keys]
+            names = map(bytes, cursor.iternext(keys=True, values=False))
+            return [name[len(prefix) :].decode() for name in itertools.takewhile(lambda n: n.startswith(prefix), names)]
 
     def put_meta(self, name: bytes, value: bytes) -> None:
         """Set a store-wide value."""

@@ -93,7 +93,9 @@ class BlockKeys(Sequence[bytes]):
     @overload
     def __getitem__(self, index: SupportsIndex) -> bytes: ...
     @overload
-    def __getitem__(self, index: slice[SupportsIndex | None, SupportsIndex | None, SupportsIndex | None]) -> BlockKeys: ...
+    def __getitem__(
+        self, index: slice[SupportsIndex | None, SupportsIndex | None, SupportsIndex | None]
+    ) -> BlockKeys: ...
     def __getitem__(self, index: SupportsIndex | slice) -> bytes | BlockKeys:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))

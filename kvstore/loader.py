@@ -87,9 +87,7 @@ class BlockLoader:
         if len(known) < len(reads):
             yield base - wanted.first + reads[len(known)].block, "ENOENT"
 
-    def _settle(
-        self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str
-    ) -> tuple[Span, ...] | None:
+    def _settle(self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str) -> tuple[Span, ...] | None:
         """Decide what a failed row means. Returns new places if the block moved, else None: it is a miss."""
         span = next(span for span in spans if span.block <= block < span.block + span.count)
         place, offset = place_of(span.segment, span.slot), block - span.block

@@ -111,7 +111,9 @@ def read_manifest(backend: Backend, url: str) -> Manifest | None:
     except msgspec.MsgspecError as error:
         raise StoreError(f"{url}: {MANIFEST} is not a store's manifest ({error}); name another directory") from error
     if manifest.format != FORMAT:
-        raise StoreError(f"{url}: store of format {manifest.format}, this version reads {FORMAT}; use the version it says")
+        raise StoreError(
+            f"{url}: store of format {manifest.format}, this version reads {FORMAT}; use the version it says"
+        )
     return manifest
 
 
@@ -149,14 +151,14 @@ def _found(
     backend: Backend, url: str, wanted: CacheGeometry | None, clock: Clock, config: StoreConfig, *, create: bool
 ) -> Manifest:
     if not create:
-        raise StoreError(f"{url}: no store here ({MANIFEST} is missing); check the path, or commit something to make one")
+        raise StoreError(
+            f"{url}: no store here ({MANIFEST} is missing); check the path, or commit something to make one"
+        )
     if wanted is None:
         raise UsageError(f"{url}: a new store needs a geometry; for example geometry='deepseek-v4.1-flash'")
     if backend.list("seg/"):
         raise StoreError(f"{url}: segment files but no {MANIFEST}; restore it, or name an empty directory")
-    manifest = Manifest(
-        FORMAT, wanted.name, wanted.digest.hex(), wanted.payload_bytes, wanted.swa_bytes, clock.wall()
-    )
+    manifest = Manifest(FORMAT, wanted.name, wanted.digest.hex(), wanted.payload_bytes, wanted.swa_bytes, clock.wall())
     backend.write_file(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
     return manifest
 

@@ -42,14 +42,18 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.default not in self.classes:
-            raise UsageError(f"policy: default class {self.default!r} has no rule; {nearest(self.default, self.classes)}")
+            raise UsageError(
+                f"policy: default class {self.default!r} has no rule; {nearest(self.default, self.classes)}"
+            )
         for name, rule in self.classes.items():
             if not name or not name.replace("-", "").replace("_", "").isalnum():
                 raise UsageError(f"policy: class name {name!r} is not letters, digits, '-' or '_'; rename it")
             if rule.mode not in MODES:
                 raise UsageError(f"policy: class {name!r} has mode {rule.mode!r}; {nearest(rule.mode, MODES)}")
             if rule.ttl_s is not None and not rule.ttl_s >= 0:
-                raise UsageError(f"policy: class {name!r} has ttl {rule.ttl_s}; give seconds of at least 0 or 'unbounded'")
+                raise UsageError(
+                    f"policy: class {name!r} has ttl {rule.ttl_s}; give seconds of at least 0 or 'unbounded'"
+                )
 
     @classmethod
     def standard(cls) -> Policy:

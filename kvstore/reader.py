@@ -155,7 +155,7 @@ class BlockReader:
 
     def _read(self, job: _Job, span: Span, name: str, until: float) -> list[str | None]:
         rows = job.rows[span.block : span.block + span.count]
-        op = ReadOp(name, span.slot * self._slot_bytes, (memoryview(rows.reshape(-1)),))
+        op = ReadOp(name, span.slot * self._slot_bytes, (rows.reshape(-1).data,))
         got = self._backend.read_many([op], deadline_s=max(0.0, until - self._monotonic()))[0]
         if got < 0:
             reason = LATE if got == -errno.ETIMEDOUT else errno.errorcode.get(-got, str(-got))

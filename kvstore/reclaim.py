@@ -127,7 +127,9 @@ class VictimQueue:
         return _plan(cuts)
 
 
-def plan_compaction(segments: Sequence[tuple[int, SegmentInfo]], *, need_bytes: int, slot_bytes: int) -> tuple[int, ...]:
+def plan_compaction(
+    segments: Sequence[tuple[int, SegmentInfo]], *, need_bytes: int, slot_bytes: int
+) -> tuple[int, ...]:
     """Choose sealed segments to copy the survivors out of, the emptiest first, until `need_bytes` would come free.
 
     For backends that cannot punch. A segment more than nine tenths alive is not worth its copying.

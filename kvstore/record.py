@@ -71,7 +71,14 @@ class BlockCodec:
         """Zero the padding of `row`, whose first `payload_bytes` are the payload, and write its trailer."""
         row[self.payload_bytes : self._trailer_at] = 0
         head = _HEAD.pack(
-            MAGIC, FORMAT, origin, class_id, self.payload_bytes, stored_at_s & 0xFFFFFFFF, identity.chain_pos, self._check
+            MAGIC,
+            FORMAT,
+            origin,
+            class_id,
+            self.payload_bytes,
+            stored_at_s & 0xFFFFFFFF,
+            identity.chain_pos,
+            self._check,
         )
         body = head + identity.packed()
         row[self._trailer_at : self.slot_bytes - CHECKSUM_BYTES] = np.frombuffer(body, np.uint8)

@@ -127,7 +127,9 @@ class Recovery:
         name = info.name(number)
         with self._index.read() as txn:
             lives = list(txn.lives(number))
-            entries = [(life.last_use(0), extent) for _, life in lives if (extent := txn.extent(life.first)) is not None]
+            entries = [
+                (life.last_use(0), extent) for _, life in lives if (extent := txn.extent(life.first)) is not None
+            ]
         if not lives:
             self._backend.remove(name)
             self._forget(number)
@@ -213,7 +215,9 @@ class Recovery:
                 txn.put_life(extent.place, life)
                 live += life.n
                 done.extents += 1
-        info = SegmentInfo(writer, entries[0][1].class_id if entries else 0, used, used, live, file.allocated, sealed, 0.0)
+        info = SegmentInfo(
+            writer, entries[0][1].class_id if entries else 0, used, used, live, file.allocated, sealed, 0.0
+        )
         txn.put_segment(number, info)
         done.segments += 1
         done.blocks += live
@@ -247,7 +251,9 @@ class Recovery:
         at = (extent.first_slot + block + 1) * slot - PAGE_BYTES
         if self._backend.read_many([ReadOp(file.name, at, (page,))], deadline_s=_READ_S) != [PAGE_BYTES]:
             return False
-        return self._codec.claims(bytes(page[-TRAILER_BYTES:]), extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES])
+        return self._codec.claims(
+            bytes(page[-TRAILER_BYTES:]), extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
+        )
 
     def _scan(self, file: FileInfo, number: int) -> Iterator[tuple[int, Extent]]:
         """Read a segment slot by slot: consecutive blocks of one chain and origin make an extent."""
@@ -297,7 +303,9 @@ def take_lock(backend: Backend, name: str, *, wait_s: float) -> Lock:
     until = time.monotonic() + wait_s
     while (lock := backend.lock(name)) is None:
         if time.monotonic() > until:
-            raise StoreError(f"store: lock {name!r} is held by another process for over {wait_s:.0f} s; see what holds it")
+            raise StoreError(
+                f"store: lock {name!r} is held by another process for over {wait_s:.0f} s; see what holds it"
+            )
         time.sleep(0.02)
     return lock
 
@@ -317,4 +325,3 @@ def read_lives(backend: Backend) -> dict[int, Life] | None:
         return {place: Life.decode(life) for place, life in msgspec.msgpack.decode(raw, type=list[tuple[int, bytes]])}
     except (msgspec.MsgspecError, ValueError):
         return None
-

@@ -20,7 +20,7 @@ from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
 from duokv.kvstore.lives import LifeCache
 from duokv.kvstore.policy import Policy
-from duokv.kvstore.reclaim import Cut, ReclaimPlan, VictimQueue
+from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
 from duokv.kvstore.segment import SegmentWriter, footer_reserve, parse_name
 
 
@@ -261,7 +261,7 @@ class Space:
         self.release(freed)
 
     def _apply(self, txn: IndexTxn, plan: ReclaimPlan, freed: Freed) -> None:
-        by_reason: dict[str, int] = defaultdict(int)
+        by_reason: dict[Reason, int] = defaultdict(int)
         for cut in plan.cuts:
             done = self.cut(txn, cut, freed)
             by_reason[cut.reason] += done
@@ -363,4 +363,3 @@ def join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((first, count))
     return merged
-

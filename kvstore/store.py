@@ -256,9 +256,7 @@ class KVStore:
         self._check_open()
         return self.windows.put(key, window)
 
-    def lease_window(
-        self, key: bytes, *, require: Origin | None = None
-    ) -> AbstractContextManager[SwaWindow | None]:
+    def lease_window(self, key: bytes, *, require: Origin | None = None) -> AbstractContextManager[SwaWindow | None]:
         """Borrow a window without a copy; None if it is gone. Its bytes stay as they are until the `with` block ends."""
         self._check_open()
         return self.windows.lease(key, require=require)

@@ -1,1 +1,1 @@
-
+"""Command lines over the store: kvctl and the demo."""

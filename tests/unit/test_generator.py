@@ -6,7 +6,7 @@ import math
 from itertools import islice, pairwise
 
 import pytest
-from trace_oracle import expiry_hits, token_hit_rate
+from trace_oracle import block_ids, expiry_hits, token_hit_rate
 
 from duokv.bench.generator import DAY_S, Quantiles, generate
 from duokv.bench.workload import KeyMemo, TraceRequest, with_output_ends
@@ -70,6 +70,17 @@ def test_like_the_real_traces(
     got = [100 * token_hit_rate(requests, hits[:, k]) for k in range(2)]
     assert got == pytest.approx(rates, abs=3)
     assert sum(r.input_tokens for r in requests) / len(requests) == pytest.approx(tokens, rel=0.2)
+
+
+def test_dated_system_prompts_change_at_midnight() -> None:
+    """Of ragpulse's assistants two are dated, one is not and one has its own 8 blocks: all show in the fifth block."""
+    uses: dict[int, list[float]] = {}
+    for request in generate("rag", seed=1, days=4, requests_per_day=2000):
+        for block in block_ids(request)[4:5]:
+            uses.setdefault(block, []).append(request.t)
+    spans = [times[-1] - times[0] for times in uses.values() if len(times) > 10]
+    assert sum(span <= DAY_S for span in spans) == 2 * 5  # four days that begin off midnight touch five dates
+    assert sum(span > 3 * DAY_S for span in spans) == 2
 
 
 def test_agent_answers_are_carried_on() -> None:

@@ -1,0 +1,92 @@
+"""Walking a prompt through the index: what is there, what is alive, what a commit has to write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from duokv.kvstore.extent import Cutoffs, Life
+from duokv.kvstore.index import Hop, IndexTxn, is_approx
+from duokv.kvstore.lives import LifeCache
+from duokv.kvstore.origin import Origin
+
+Runs = list[tuple[int, int]]
+"""[(first block, blocks)], rising and apart."""
+
+
+@dataclass(slots=True)
+class CommitWalk:
+    """A prompt against the index.
+
+    hops: (place, life, blocks of the prompt) per extent found. runs: blocks to write. replace: hops whose blocks from
+    an offset on are approximate and are to be replaced by exact ones. present: blocks of the commit found stored.
+    """
+
+    hops: list[tuple[bytes, Life, int]]
+    runs: Runs
+    replace: list[tuple[Hop, int]]
+    present: int
+
+
+def walk_for_commit(
+    txn: IndexTxn, cache: LifeCache, blob: bytes, blocks: int, first: int, origin: Origin
+) -> CommitWalk:
+    """Find what is stored of a prompt's first `blocks` blocks, and what a commit from block `first` on must write."""
+    walk = CommitWalk([], [], [], 0)
+    reachable = True
+    block = 0
+    while block < blocks:
+        hops = txn.walk(blob, block, blocks)
+        if not hops:
+            # At least one: an extent whose life is gone holds nothing either.
+            absent = max(1, txn.absent_run(blob, block, blocks))
+            reachable = reachable and block >= first
+            if reachable:
+                extend_runs(walk.runs, block, absent)
+            block += absent
+            continue
+        for hop in hops:
+            block, place, record, raw, count = hop
+            walk.hops.append((place, cache.get(place, raw), count))
+            low = max(first, block)
+            covered = block + count - low
+            if covered > 0 and reachable and origin is Origin.EXACT and is_approx(record):
+                walk.replace.append((hop, low - block))
+                extend_runs(walk.runs, low, covered)
+            elif covered > 0:
+                walk.present += covered
+        block += count
+    return walk
+
+
+def alive_lead(held: list[tuple[bytes, Life, int]], cutoffs: Cutoffs) -> tuple[int, int]:
+    """How many extents of a walk are alive as far as the prompt goes, and the alive blocks of the next one.
+
+    A use covers a prefix, so under sliding rules a parent is never older than its child and the last one speaks for
+    all; a fixed life counts from the store time, and a parent is stored first.
+    """
+    if not held or (not cutoffs.any_fixed and held[-1][1].alive(cutoffs) >= held[-1][2]):
+        return len(held), 0
+    for i, (_, life, count) in enumerate(held):
+        alive = life.alive(cutoffs)
+        if alive < count:
+            return i, alive
+    return len(held), 0
+
+
+def extend_runs(runs: Runs, first: int, count: int) -> None:
+    """Add (first, count) to runs, joined to the last one where they touch."""
+    if runs and runs[-1][0] + runs[-1][1] == first:
+        runs[-1] = (runs[-1][0], runs[-1][1] + count)
+    else:
+        runs.append((first, count))
+
+
+def head_of_runs(runs: Runs, count: int) -> Runs:
+    """The leading `count` blocks of runs: parents before leaves."""
+    kept = []
+    for first, length in runs:
+        if count <= 0:
+            break
+        kept.append((first, min(length, count)))
+        count -= length
+    return kept
