@@ -281,7 +281,7 @@ class _Session:
         wait, rate = self._response
         taken = wait + self._output[turn] / rate
         # The next prompt carries this answer.
-        return taken
+        return min(taken, self.times[turn + 1] - self.times[turn]) if turn + 1 < len(self.times) else taken
 
 
 def _sessions(kind: Kind, rng: np.random.Generator, starts: npt.NDArray[np.float64]) -> Iterator[_Session]:

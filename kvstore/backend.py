@@ -2,8 +2,8 @@
 
 Format, life and crash safety are written once above this seam, so a backend only moves bytes. Names are relative,
 '/'-separated, and never escape the store's root: parts that are empty or begin with a dot, and the folder `locks/`, are
-refused with UsageError (in `read_many` with an -errno). All calls are synchronous and thread-safe except where a law says
-so. What is not said to survive power loss may be undone by it, in any order.
+refused with UsageError (in `read_many` with an -errno). All calls are synchronous and thread-safe except where a law
+says so. What is not said to survive power loss may be undone by it, in any order.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Writer(Protocol):
     def seal(self, size: int) -> None:
         """Cut the file to `size`, close it, allow no more writes: OSError. Does not imply `sync`.
 
-        The cut itself may be undone by power loss, even of a file that was synced before: it is then as long as reserved.
+        Power loss may undo the cut itself, even of a file that was synced before: it is then as long as reserved.
         """
 
     def abort(self) -> None:

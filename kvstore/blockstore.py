@@ -115,7 +115,7 @@ class BlockStore:
     def find(
         self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool = False, use: bool = True
     ) -> Found:
-        """Walk a prompt's key blob: which leading blocks are stored and alive. Counts as their use unless `use=False`."""
+        """Walk a prompt's key blob: which leading blocks are stored and alive. A use of them unless `use=False`."""
         with self._index.read() as txn, self._state:
             now_s = self._clock.wall()
             policy = self.policies.current(txn)
@@ -248,7 +248,8 @@ class BlockStore:
         carried = []
         left = granted
         taken = {start + i for start, count in walk.runs for i in range(count) if (left := left - 1) >= 0}
-        for (block, place, record, _, high), low in walk.replace:
+        for (block, place, record, _, count), low in walk.replace:
+            high = count
             while high > low and block + high - 1 not in taken:
                 high -= 1
             raw = txn.life_raw(place)

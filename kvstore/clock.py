@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """wall: seconds since the epoch (dates lives, may jump). monotonic: seconds that never go back (SWA expiry, waits)."""
+    """wall: seconds since the epoch; dates lives, may jump. monotonic: seconds that never go back; SWA expiry."""
 
     wall: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic

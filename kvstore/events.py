@@ -20,7 +20,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookedUp(Event):
-    """One lookup in the index. Tokens: `hit_tokens` + `miss_tokens` = the prompt. `retry` marks a repeated request id."""
+    """One lookup in the index. `hit_tokens` + `miss_tokens` = the prompt's; `retry` marks a repeated request id."""
 
     traffic: str
     hit_tokens: int
@@ -31,7 +31,7 @@ class PrefixLookedUp(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored(Event):
-    """Blocks became visible: `new` written, `present` found stored already, `dropped` for lack of space or a failure."""
+    """Blocks became visible: `new` written, `present` stored already, `dropped` for lack of space or a failure."""
 
     traffic: str
     new: int

@@ -143,7 +143,7 @@ class Life:
                 self.use(class_id, upto, stamp)
 
     def inherit(self, old: Life, offset: int) -> None:
-        """Take the classes' uses of blocks this life replaces, whose first is block `offset` of it (may be negative)."""
+        """Take the classes' uses of blocks this life replaces, the first being block `offset` of it (or negative)."""
         for class_id, steps in old.steps.items():
             for upto, stamp in steps:
                 reach = min(self.n, upto + offset)

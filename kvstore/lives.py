@@ -57,7 +57,7 @@ class LifeCache:
 
     def use_whole(self, hops: list[tuple[bytes, Life, int]], class_id: int, stamp: int) -> None:
         """Record one use over the extents of a walk: (place, life, blocks used) each, `stamp` newer than any before."""
-        for place, life, count in hops:
+        for _, life, count in hops:
             steps = life.steps.get(class_id)
             if steps is not None and steps[-1][0] <= count and steps[0][1] < stamp:
                 life.steps[class_id] = [(count, stamp)]

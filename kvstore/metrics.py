@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 
 from duokv.kvstore import events as ev
+
+_PLAIN: Mapping[type[ev.Event], str] = {
+    ev.StoreFailed: "store_failures",
+    ev.BlockQuarantined: "blocks_quarantined",
+    ev.ClockJumped: "clock_jumps",
+    ev.WindowStored: "windows_stored",
+}
 
 
 class Counters:
@@ -27,47 +35,43 @@ class Counters:
             return dict(self._counts)
 
 
-def _counted(event: ev.Event) -> list[tuple[str, int]]:  # noqa: PLR0911  one return a kind of event
+def _counted(event: ev.Event) -> list[tuple[str, int]]:
     match event:
         case ev.PrefixLookedUp(retry=True) | ev.RequestServed(retry=True):
             return []
-        case ev.PrefixLookedUp():
-            label = f'{{class="{event.traffic}"}}'
-            return [
-                (f"lookups{label}", 1),
-                (f"query_tokens{label}", event.hit_tokens + event.miss_tokens),
-                (f"hit_tokens{label}", event.hit_tokens),
-                (f"miss_tokens{label}", event.miss_tokens),
-            ]
-        case ev.RequestServed():
-            parts = ("swa_hit", "block_hit", "replayed", "computed")
-            return [(f'request_tokens{{class="{event.traffic}",by="{part}"}}', getattr(event, part)) for part in parts]
-        case ev.BlocksStored():
-            label = f'{{class="{event.traffic}"}}'
-            return [
-                (f"blocks_stored{label}", event.new),
-                (f"blocks_present{label}", event.present),
-                (f"blocks_dropped{label}", event.dropped),
-                ("bytes_written", event.bytes_written),
-            ]
-        case ev.BlocksLoaded():
-            missed = [(f'load_misses{{reason="{event.reason}"}}', event.wanted - event.loaded)] if event.reason else []
-            return [("blocks_loaded", event.loaded), ("bytes_read", event.bytes_read), *missed]
-        case ev.StoreFailed():
-            return [("store_failures", 1)]
-        case ev.BlockQuarantined():
-            return [("blocks_quarantined", 1)]
+        case ev.PrefixLookedUp() | ev.RequestServed() | ev.BlocksStored() | ev.BlocksLoaded():
+            return _tokens_and_blocks(event)
         case ev.BlocksEvicted():
             return [(f'blocks_evicted{{reason="{event.reason}"}}', event.blocks)]
-        case ev.SpaceFreed():
-            return [("bytes_freed", event.bytes)]
-        case ev.ClockJumped():
-            return [("clock_jumps", 1)]
-        case ev.WindowStored():
-            return [("windows_stored", 1)]
         case ev.WindowEvicted():
             return [(f'windows_evicted{{reason="{event.reason}"}}', 1)]
         case ev.WindowLeased():
             return [("window_hits" if event.hit else "window_misses", 1)]
+        case ev.SpaceFreed():
+            return [("bytes_freed", event.bytes)]
         case _:
-            return []
+            return [(name, 1)] if (name := _PLAIN.get(type(event))) else []
+
+
+def _tokens_and_blocks(
+    event: ev.PrefixLookedUp | ev.RequestServed | ev.BlocksStored | ev.BlocksLoaded,
+) -> list[tuple[str, int]]:
+    if isinstance(event, ev.BlocksLoaded):
+        missed = [(f'load_misses{{reason="{event.reason}"}}', event.wanted - event.loaded)] if event.reason else []
+        return [("blocks_loaded", event.loaded), ("bytes_read", event.bytes_read), *missed]
+    label = f'class="{event.traffic}"'
+    if isinstance(event, ev.RequestServed):
+        parts = ("swa_hit", "block_hit", "replayed", "computed")
+        return [(f'request_tokens{{{label},by="{part}"}}', getattr(event, part)) for part in parts]
+    if isinstance(event, ev.BlocksStored):
+        counts = {"stored": event.new, "present": event.present, "dropped": event.dropped}
+        return [
+            *((f"blocks_{what}{{{label}}}", n) for what, n in counts.items()),
+            ("bytes_written", event.bytes_written),
+        ]
+    return [
+        (f"lookups{{{label}}}", 1),
+        (f"query_tokens{{{label}}}", event.hit_tokens + event.miss_tokens),
+        (f"hit_tokens{{{label}}}", event.hit_tokens),
+        (f"miss_tokens{{{label}}}", event.miss_tokens),
+    ]

@@ -1,4 +1,4 @@
-"""Opening a store: backend, manifest, index, recovery, writer's lock; in that order, each undone if a later one fails."""
+"""Opening a store: backend, manifest, index, recovery, writer's lock, in that order; undone if a later one fails."""
 
 from __future__ import annotations
 

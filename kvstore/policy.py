@@ -13,7 +13,7 @@ MODES = ("sliding", "fixed")
 PIN_CLASS = 0xFFFE
 """Pseudo-class of pins: the stamp is the pin's own deadline."""
 BORN_CLASS = 0xFFFF
-"""Pseudo-class of the time a block was stored (or revived by a commit after it expired); `fixed` rules count from it."""
+"""Pseudo-class of the time a block was stored, or revived by a commit after it expired; where `fixed` counts from."""
 MAX_CLASSES = 0xFFF0
 
 

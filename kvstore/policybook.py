@@ -1,4 +1,4 @@
-"""The policy in force: read from the index when its version moved, so that a change applies to every process at once."""
+"""The policy in force: read anew when its version moved, so that a change applies to every process at once."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _REQUEST_IDS = 65_536
 class PrefixHit:
     """What the index holds of a prompt. A value: it locks and pins nothing.
 
-    tokens: leading tokens stored, a multiple of 128 and less than the prompt's length, so that a row is left to compute.
+    tokens: leading tokens stored, a multiple of 128, less than the prompt's length so that a row is left to compute.
     keys: their block keys. miss_reason: why the next block is no hit, None when the hit is as long as it can be.
     """
 
@@ -245,19 +245,19 @@ class KVStore:
         return Commit(done.new, done.present, done.dropped, self.flush)
 
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> int:
-        """Hold the stored leading blocks of a chain for `ttl_s` seconds against expiry and eviction; returns how many."""
+        """Hold a chain's stored leading blocks for `ttl_s` seconds against expiry and eviction; returns how many."""
         self._check_open()
         return self.blocks.pin(keys.blob, len(keys), ttl_s)
 
     # -- SWA KV ------------------------------------------------------------------------------------------------------
 
     def put_window(self, key: bytes, window: SwaWindow) -> bool:
-        """Keep the SWA state at a boundary in host memory, under that boundary's block key. False if there is no room."""
+        """Keep the SWA state at a boundary in host memory under that boundary's block key; False if there is no room."""
         self._check_open()
         return self.windows.put(key, window)
 
     def lease_window(self, key: bytes, *, require: Origin | None = None) -> AbstractContextManager[SwaWindow | None]:
-        """Borrow a window without a copy; None if it is gone. Its bytes stay as they are until the `with` block ends."""
+        """Borrow a window without a copy; None if it is gone. Its bytes stay as they are while the `with` block runs."""
         self._check_open()
         return self.windows.lease(key, require=require)
 
