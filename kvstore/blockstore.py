@@ -17,6 +17,7 @@ import lmdb
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.clock import Clock
+from duokv.kvstore.compaction import Compactor
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Event, StoreFailed
@@ -109,6 +110,10 @@ class BlockStore:
             index=index, backend=backend, geometry=geometry, config=config, clock=clock, emit=emit,
             writer_id=writer_id, cache=self._cache, state=self._state,
         )  # fmt: skip
+        self._compactor = None if backend.can_punch or config.capacity is None else Compactor(
+            index=index, backend=backend, codec=self._codec, clock=clock, emit=emit, pool=pool, space=self.space,
+            cache=self._cache, state=self._state,
+        )  # fmt: skip
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
@@ -185,6 +190,9 @@ class BlockStore:
         wanted = sum(count for _, count in walk.runs)
         ours = self._index.writes
         granted = self.space.make_room(wanted, class_id, policy, stamp)
+        if granted < wanted and self._compactor is not None:
+            self._compactor.run((wanted - granted) * self._codec.slot_bytes)
+            granted = self.space.make_room(wanted, class_id, policy, stamp)
         pieces = self._pieces(head_of_runs(walk.runs, granted), class_id)
         if payload is not None and not self._write_pieces(pieces, payload, origin, class_id):
             return 0

@@ -118,6 +118,10 @@ class IndexTxn:
             self._txn.delete(life.first, db=self._extents)
         self._txn.delete(key, db=self._lives)
 
+    def drop_life(self, place: int) -> None:
+        """Remove a life whose extent's entry is about to lead elsewhere."""
+        self._txn.delete(PLACE.pack(place >> 32, place & 0xFFFFFFFF), db=self._lives)
+
     def life(self, place: int) -> Life | None:
         """The life of the extent at `place`."""
         raw = self._get(PLACE.pack(place >> 32, place & 0xFFFFFFFF), None, self._lives)

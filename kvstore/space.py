@@ -23,6 +23,9 @@ from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
 from duokv.kvstore.segment import SegmentWriter, footer_reserve, parse_name
 
+_LIVE_SHARE = 0.85
+"""Part of the slots that may be live without punch: below it the emptiest segments have few survivors to copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -82,26 +85,43 @@ class Space:
         config = self._config
         if config.capacity is None and config.capacity_blocks is None:
             return slots
-        short = self._short(slots, class_id)
-        if short > 0:
-            self.reclaim(short, policy, before_stamp=stamp)
-        while slots and (short := self._short(slots, class_id)) > 0:
+        evict = self._to_evict(slots, class_id)
+        if evict > 0:
+            self.reclaim(evict, policy, before_stamp=stamp)
+        while slots and (short := self.short(slots, class_id)) > 0:
             slots = max(0, slots - short)
         return slots
 
-    def _short(self, slots: int, class_id: int) -> int:
+    def short(self, slots: int, class_id: int) -> int:
         """Slots lacking for `slots` more, by whichever limit binds."""
+        return max(self._short_of_blocks(slots), self._short_of_bytes(slots, class_id))
+
+    def _short_of_blocks(self, slots: int) -> int:
+        if self._config.capacity_blocks is None:
+            return 0
         with self._index.read() as txn:
-            allocated, live = txn.totals()
-        config = self._config
-        short = 0
-        if config.capacity_blocks is not None:
-            short = live + slots - config.capacity_blocks
-        if config.capacity is not None:
-            pending = sum(writer.unpublished for writer in self._writers())
-            over = allocated + pending + self._growth(slots, class_id) - self._usable(config.capacity)
-            short = max(short, -(-over // self._slot))
-        return short
+            return txn.totals()[1] + slots - self._config.capacity_blocks
+
+    def _short_of_bytes(self, slots: int, class_id: int) -> int:
+        if self._config.capacity is None:
+            return 0
+        with self._index.read() as txn:
+            allocated, _ = txn.totals()
+        pending = sum(writer.unpublished for writer in self._writers())
+        over = allocated + pending + self._growth(slots, class_id) - self._usable(self._config.capacity)
+        return -(-over // self._slot)
+
+    def _to_evict(self, slots: int, class_id: int) -> int:
+        """Blocks to take out of the index. With punch each gives its slot back; without, files must empty out, and
+        enough dead slots to make copying survivors worth it are wanted."""
+        by_blocks, by_bytes = self._short_of_blocks(slots), self._short_of_bytes(slots, class_id)
+        if by_bytes > 0 and not self._backend.can_punch and self._config.capacity is not None:
+            with self._index.read() as txn:
+                live = txn.totals()[1]
+            whole = self.segment_slots * self._slot + footer_reserve(self.segment_slots)
+            holds = self._usable(self._config.capacity) // whole * self.segment_slots
+            by_bytes = live + slots - int(holds * _LIVE_SHARE)
+        return max(by_blocks, by_bytes)
 
     def _usable(self, capacity: int) -> int:
         """Without punch one segment is kept back, to copy survivors into."""
@@ -283,6 +303,22 @@ class Space:
             txn.drop_extent(life, cut.place)
         self.unlive(txn, segment, [(slot + cut.keep, gone)], freed)
         return gone
+
+    def count_dead(self, txn: IndexTxn, segment: int, count: int) -> None:
+        """Count slots of a segment that is about to go as dead."""
+        info = txn.segment(segment)
+        if info is not None:
+            info.live -= count
+            txn.put_segment(segment, info)
+
+    def drop_if_empty(self, segment: int) -> None:
+        """Remove a sealed segment nothing points into any more."""
+        with self._index.write() as txn:
+            info = txn.segment(segment)
+            if info is None or info.live > 0 or not info.sealed:
+                return
+            txn.drop_segment(segment)
+        self._remove(info.name(segment), info.allocated)
 
     def unlive(self, txn: IndexTxn, segment: int, ranges: Sequence[tuple[int, int]], freed: Freed) -> None:
         """Count slots of a segment as dead and note what the backend can give back for them."""

@@ -252,12 +252,12 @@ class KVStore:
     # -- SWA KV ------------------------------------------------------------------------------------------------------
 
     def put_window(self, key: bytes, window: SwaWindow) -> bool:
-        """Keep the SWA state at a boundary in host memory under that boundary's block key; False if there is no room."""
+        """Keep the SWA state at a boundary in host memory under its block key; False if there is no room."""
         self._check_open()
         return self.windows.put(key, window)
 
     def lease_window(self, key: bytes, *, require: Origin | None = None) -> AbstractContextManager[SwaWindow | None]:
-        """Borrow a window without a copy; None if it is gone. Its bytes stay as they are while the `with` block runs."""
+        """Borrow a window without a copy; None if it is gone. Its bytes stay as they are inside the `with` block."""
         self._check_open()
         return self.windows.lease(key, require=require)
 

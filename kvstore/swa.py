@@ -121,21 +121,23 @@ class SwaArena:
             self._expire(now, events)
             needed = not self._covered(key, window.origin, window.valid_from, now)
             slot = self._reserve(key, events) if needed else None
-        if slot is not None:
-            if data is not None:
-                start = slot * self._pitch
-                self._slab[start : start + self._window_bytes] = data
-            with self._lock:
-                now = self._monotonic()
-                # Another put of this key may have come first while the lock was free.
-                if self._covered(key, window.origin, window.valid_from, now):
-                    self._give_back(slot)
-                else:
-                    self._publish(key, _Entry(window.end, window.valid_from, window.origin, now, slot))
-                    if self._payload:
-                        events.append(WindowStored(key))
         self._tell(events)
-        return slot is not None or not needed
+        if slot is None:
+            return not needed
+        if data is not None:
+            start = slot * self._pitch
+            self._slab[start : start + self._window_bytes] = data
+        with self._lock:
+            now = self._monotonic()
+            # Another put of this key may have come first while the lock was free.
+            overtaken = self._covered(key, window.origin, window.valid_from, now)
+            if overtaken:
+                self._give_back(slot)
+            else:
+                self._publish(key, _Entry(window.end, window.valid_from, window.origin, now, slot))
+        if self._payload and not overtaken:
+            self._emit(WindowStored(key))
+        return True
 
     def put_marks(self, keys: Sequence[bytes], end_of_first: int, *, valid_from: int, origin: Origin) -> int:
         """Put windows without bytes at the boundaries `end_of_first`, + 128, ... in this order.

@@ -45,8 +45,8 @@ def test_requests_are_well_formed(kind: str) -> None:
 
 
 def test_horizon_and_rate() -> None:
-    requests = list(generate("chat", seed=3, days=3.5, requests_per_day=4000))
-    assert 3.4 * DAY_S < requests[-1].t < 3.5 * DAY_S
+    requests = list(generate("chat", seed=3, days=3.51, requests_per_day=4000))
+    assert 3.4 * DAY_S < requests[-1].t < 3.51 * DAY_S
     # The last half day is the busy half of the cycle, 1.4 of the mean.
     assert len(requests) == pytest.approx(4000 * 3.7, rel=0.05)
     by_hour = [sum(int(r.t // 3600) % 24 == hour for r in requests) for hour in (3, 16)]

@@ -109,9 +109,22 @@ def test_unknown_preset_names_the_nearest() -> None:
         CacheGeometry.preset("deepseek-v4.1-flsh")
 
 
-def test_digest_is_stable_and_16_bytes() -> None:
-    # Pinned: a change here orphans every store of the geometry.
-    assert CacheGeometry.preset("tiny").digest.hex() == "6e0f514a0a377d4e9052b3130840622e"
+# Pinned: a change here orphans every store of the geometry.
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("deepseek-v4.1-flash", "538f75556734599a0c55a15803a09615"),
+        ("deepseek-v4.1-flash-hopper", "42180bc6e372dfa1b4d97634d7e31b79"),
+        ("deepseek-v4-flash", "aaa56c36aaa1f3380cf73ad853d5b0fc"),
+        ("deepseek-v4-pro", "6c8579b7ecbb67101c906baa9d8b6c49"),
+        ("tiny", "6e0f514a0a377d4e9052b3130840622e"),
+    ],
+)
+def test_preset_digests_are_stable(name: str, digest: str) -> None:
+    assert CacheGeometry.preset(name).digest.hex() == digest
+
+
+def test_opaque_digest_is_stable() -> None:
     assert CacheGeometry.opaque("llama", payload_bytes=4096).digest.hex() == "8c1ae73d87b112dd44d43aa15a23525a"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,14 +25,19 @@ class World:
     def __init__(self, slots: int | None = 2, expiry_s: float | None = 180.0, payload: bool = True) -> None:
         self.now = 1000.0
         self.events: list[Event] = []
+        self.on_event: Callable[[Event], None] = lambda event: None
         self.arena = SwaArena(
             WINDOW,
             capacity_bytes=None if slots is None else slots * PITCH,
             expiry_s=expiry_s,
             monotonic=lambda: self.now,
-            emit=self.events.append,
+            emit=self.emit,
             payload=payload,
         )
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+        self.on_event(event)
 
     def read(self, key: bytes, require: Origin | None = None) -> bytes | None:
         with self.arena.lease(key, require=require) as window:
@@ -194,6 +200,34 @@ def test_replacing_a_leased_window_leaves_its_bytes_alone() -> None:
     assert world.read(b"k") is None
 
 
+def test_two_leased_versions_of_a_key_end_in_any_order() -> None:
+    world = World(slots=2)
+    world.arena.put(b"k", window(b"old", APPROX))
+    with world.arena.lease(b"k"):
+        world.arena.put(b"k", window(b"new", EXACT))
+        newer = world.arena.lease(b"k")
+        newer.__enter__()
+    assert (world.arena.stats().leased, world.arena.stats().used_bytes) == (1, PITCH)
+    newer.__exit__(None, None, None)
+    assert world.read(b"k") == content(b"new")
+
+
+def test_a_put_that_was_overtaken_while_it_copied_follows_the_same_rules() -> None:
+    """The event of the eviction it causes comes between its reservation and its copy: a hook for the other put."""
+    world = World(slots=2)
+    for key in (b"a", b"b"):
+        world.arena.put(key, window(key))
+
+    def overtake(event: Event) -> None:
+        if event == WindowEvicted(b"a", "capacity"):
+            assert world.arena.put(b"k", window(b"exact", EXACT))
+
+    world.on_event = overtake
+    assert world.arena.put(b"k", window(b"approx", APPROX))
+    assert world.read(b"k") == content(b"exact")
+    assert world.arena.stats().used_bytes == PITCH
+
+
 def test_overlapping_leases_hold_until_the_last_ends() -> None:
     world = World(slots=1)
     world.arena.put(b"k", window(b"k"))
@@ -291,6 +325,19 @@ def test_marks_number_their_boundaries() -> None:
     assert world.arena.put_marks([b"a", b"b", b"c"], 256, valid_from=128, origin=EXACT) == 0
     with world.arena.lease(b"c") as lent:
         assert lent == SwaWindow(512, None, 128, EXACT)
+
+
+def test_marks_follow_the_rules_of_puts() -> None:
+    world = World(slots=None, payload=False)
+    world.arena.put_marks([b"exact"], 256, valid_from=128, origin=EXACT)
+    world.arena.put_marks([b"approx"], 256, valid_from=0, origin=APPROX)
+    world.now += 100.0
+    world.arena.put_marks([b"exact"], 256, valid_from=0, origin=APPROX)
+    world.arena.put_marks([b"approx"], 256, valid_from=128, origin=EXACT)
+    with world.arena.lease(b"approx") as lent:
+        assert lent == mark(EXACT, valid_from=128)
+    world.now += 100.0
+    assert not world.arena.contains(b"exact")
 
 
 def test_marks_in_a_bounded_arena_evict_in_order_and_count_drops() -> None:

@@ -1,0 +1,133 @@
+"""Giving space back where the backend cannot punch holes: copy a segment's survivors elsewhere, then drop its file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from duokv.kvstore.backend import Backend, ReadOp
+from duokv.kvstore.buffers import BufferPool
+from duokv.kvstore.clock import Clock
+from duokv.kvstore.damage import Damage, note_damage
+from duokv.kvstore.events import BlockQuarantined, BlocksEvicted, Event
+from duokv.kvstore.extent import PREFIX_BYTES, Extent
+from duokv.kvstore.index import Index, SegmentInfo
+from duokv.kvstore.lives import LifeCache
+from duokv.kvstore.reader import Rows
+from duokv.kvstore.reclaim import plan_compaction
+from duokv.kvstore.record import BlockCodec, Trailer
+from duokv.kvstore.space import Allocation, Space
+
+_CHUNK = 32
+_READ_S = 60.0
+
+
+class Compactor:
+    """Runs under the block store's write lock. Lookups go on meanwhile; a load of moved blocks looks them up again."""
+
+    def __init__(
+        self, *, index: Index, backend: Backend, codec: BlockCodec, clock: Clock, emit: Callable[[Event], None],
+        pool: BufferPool, space: Space, cache: LifeCache, state: threading.RLock,
+    ) -> None:  # fmt: skip
+        self._index = index
+        self._backend = backend
+        self._codec = codec
+        self._clock = clock
+        self._emit = emit
+        self._pool = pool
+        self._space = space
+        self._cache = cache
+        self._state = state
+
+    def run(self, need_bytes: int) -> None:
+        """Free about `need_bytes` by emptying the emptiest sealed segments. OSError if copies cannot be written."""
+        with self._index.read() as txn:
+            segments = txn.segments()
+        known = dict(segments)
+        for number in plan_compaction(segments, need_bytes=need_bytes, slot_bytes=self._codec.slot_bytes):
+            self._empty(number, known[number])
+
+    def _empty(self, number: int, info: SegmentInfo) -> None:
+        with self._index.read() as txn:
+            lives = [(place, life, txn.extent(life.first)) for place, life in txn.lives(number)]
+        with self._pool.lend(_CHUNK, self._codec.slot_bytes) as staging:
+            for place, life, extent in lives:
+                name = info.name(number)
+                if extent is None or extent.place != place or not self._move(name, extent, life.n, staging.rows):
+                    return
+        self._space.drop_if_empty(number)
+        self._space.seal_full()
+
+    def _move(self, name: str, extent: Extent, blocks: int, rows: Rows) -> bool:
+        """Copy an extent's first `blocks` blocks; what does not verify ends it. False if it cannot be read now."""
+        done = 0
+        for piece in self._space.allocate(extent.class_id, blocks):
+            copied, reason = self._copy(name, extent, done, piece, rows)
+            if reason == "unreadable":
+                return False
+            self._publish(extent, done, piece, copied)
+            done += copied
+            if reason is not None:
+                self._lost(name, extent, done, reason)
+                break
+        return True
+
+    def _copy(self, name: str, extent: Extent, done: int, piece: Allocation, rows: Rows) -> tuple[int, str | None]:
+        slot_bytes = self._codec.slot_bytes
+        for at in range(0, piece.count, _CHUNK):
+            chunk = rows[: min(_CHUNK, piece.count - at)]
+            offset = (extent.first_slot + done + at) * slot_bytes
+            got = self._backend.read_many([ReadOp(name, offset, (chunk.reshape(-1).data,))], deadline_s=_READ_S)
+            if got != [chunk.nbytes]:
+                return at, "unreadable"
+            good = 0
+            reason = None
+            for row in chunk:
+                trailer = self._codec.decode(row)
+                wanted = extent.prefixes[(done + at + good) * PREFIX_BYTES :][:PREFIX_BYTES]
+                if not isinstance(trailer, Trailer):
+                    reason = trailer
+                elif not trailer.identity.key.startswith(wanted):
+                    reason = "another block"
+                if reason is not None:
+                    break
+                good += 1
+            if good:
+                piece.writer.write(piece.slot + at, chunk[:good].reshape(-1).data)
+            if reason is not None:
+                return at + good, reason
+        return piece.count, None
+
+    def _publish(self, extent: Extent, done: int, piece: Allocation, count: int) -> None:
+        """Point the index at the copy; the old place keeps nothing of these blocks."""
+        with self._state, self._index.write() as txn:
+            self._cache.flush(txn)
+            life = txn.life(extent.place)
+            if life is None:
+                return
+            txn.drop_life(extent.place)
+            self._space.count_dead(txn, extent.segment, count)
+            if count:
+                prefixes = extent.prefixes[done * PREFIX_BYTES : (done + count) * PREFIX_BYTES]
+                moved = Extent(
+                    piece.writer.number, piece.slot, extent.chain_pos + done, extent.class_id, extent.origin, prefixes
+                )
+                copy = life.rest(done, prefixes[:PREFIX_BYTES])
+                copy.cut(min(copy.n, count))
+                self._space.publish(txn, piece.writer, moved, copy, copy.last_use(0))
+            if done + count < life.n:
+                # The rest is moved, or lost, next: until then it is reached by nothing but this record.
+                txn.put_life(extent.place, life)
+
+    def _lost(self, name: str, extent: Extent, block: int, reason: str) -> None:
+        with self._state, self._index.write() as txn:
+            life = txn.life(extent.place)
+            gone = 0 if life is None else life.n - block
+            key = extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
+            note_damage(txn, Damage(key.hex(), extent.segment, extent.first_slot + block, reason, self._clock.wall()))
+            if life is not None:
+                txn.drop_life(extent.place)
+                self._space.count_dead(txn, extent.segment, gone)
+        self._emit(BlockQuarantined(key, name, extent.first_slot + block, reason))
+        self._emit(BlocksEvicted(gone, "corrupt"))
+
