@@ -30,7 +30,7 @@ install: $(STAMP) ## make .venv with everything but the gpu extra
 $(STAMP): pyproject.toml constraints-cpu.txt
 	@echo "installing duokv into .venv (about a minute) ..."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints-cpu.txt -e '.[tools,remote,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints-cpu.txt -e '.[tools,remote,engine,dev]'
 	@rm -f .venv/installed-*
 	@touch $@
 
@@ -45,7 +45,7 @@ torture: $(STAMP) ## run the long random tests (minutes)
 	@$(PYTEST) -m torture --hypothesis-profile torture
 
 bench: $(STAMP) ## print the table of cache hit rates
-	@$(BIN)/python -m duokv.bench.cache_hit
+	@$(BIN)/python -m duokv.bench.table
 
 lint: $(STAMP) ## check style and types
 	@mkdir -p .typing/duokv

@@ -64,7 +64,8 @@ class Namespace:
 
     def root(self) -> bytes:
         """The 32-byte parent of every first block."""
-        salt = b"\x00" if self.salt is None else b"\x01" + self.salt
+        # Hashed first: HMAC pads a short key with zeros, and salts that end in zeros must differ too.
+        salt = hashlib.sha256(b"\x00" if self.salt is None else b"\x01" + self.salt).digest()
         return hmac.digest(salt, self.canonical(), "sha256")
 
 

@@ -108,6 +108,15 @@ def test_a_settled_removal_is_not_undone_by_an_older_creation() -> None:
     assert outcomes(backend, lambda clone: clone.read_file("a")) == {None}
 
 
+def test_syncing_a_removed_file_does_not_bring_it_back() -> None:
+    backend = MemoryBackend()
+    writer = new_file(backend, "a", b"old", sync=True)
+    backend.remove("a")
+    backend.write_file("b", b"")
+    writer.sync()
+    assert outcomes(backend, lambda clone: clone.read_file("a")) == {None}
+
+
 def test_a_punch_may_be_undone_page_by_page() -> None:
     backend = MemoryBackend()
     new_file(backend, "a", b"x" * (8 * PAGE), sync=True)
@@ -129,6 +138,28 @@ def test_a_cut_may_be_undone_and_growth_lost() -> None:
     grown = new_file(backend, "b", b"z", sync=True)
     grown.reserve(4 * PAGE)
     assert outcomes(backend, lambda clone: len(content(clone, "b"))) == {1, 4 * PAGE}
+
+
+def test_a_lost_write_gives_back_its_space_and_length() -> None:
+    backend = MemoryBackend()
+    writer = new_file(backend, "a", b"x" * (4 * PAGE), sync=True)
+    backend.punch("a", [(0, 2 * PAGE)])
+    writer.sync()
+    synced = everything(backend)
+    writer.write(PAGE, [memoryview(b"y" * PAGE)])
+    writer.write(9 * PAGE, [memoryview(b"z")])
+    assert backend.list("a")[0].allocated == 4 * PAGE
+    assert everything(backend.crash_clone(0.0, random.Random(0))) == synced
+
+
+def test_bytes_lost_behind_the_end_do_not_come_back_when_the_file_grows() -> None:
+    backend = MemoryBackend()
+    writer = new_file(backend, "a", b"x" * 100, sync=True)
+    writer.write(50, [memoryview(b"y" * 100)])
+    writer.write(60, [memoryview(b"z" * 100)])
+    clone = backend.crash_clone(0.0, random.Random(0))
+    clone.resume("a").reserve(200)
+    assert content(clone, "a") == b"x" * 100 + bytes(100)
 
 
 def test_write_file_is_whole_and_durable() -> None:
@@ -163,11 +194,15 @@ def test_the_same_seed_loses_the_same() -> None:
 
 @dataclass
 class Script:
-    """Random changes of a few files, and beside them what was promised to survive."""
+    """Random changes of a few files, and beside them each one's last synced state.
+
+    `touched` names the files changed since: their synced state is what remains when all the rest is lost.
+    """
 
     backend: MemoryBackend = field(default_factory=MemoryBackend)
     writers: dict[str, Writer] = field(default_factory=dict)
-    promised: dict[str, bytes] = field(default_factory=dict)
+    synced: dict[str, tuple[FileInfo, bytes]] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
 
     def run(self, steps: list[tuple[str, str, int, int]]) -> list[object]:
         return [getattr(self, step)(name, at, n) for step, name, at, n in steps]
@@ -179,51 +214,71 @@ class Script:
     def write(self, name: str, at: int, n: int) -> None:
         if writer := self.writers.get(name):
             writer.write(at, [memoryview(random.Random(at * 31 + n).randbytes(n))])
-            self.promised.pop(name, None)
+            self.touched.add(name)
 
     def reserve(self, name: str, at: int, n: int) -> None:
         if writer := self.writers.get(name):
             writer.reserve(at)
-            self.promised.pop(name, None)
+            self.touched.add(name)
 
     def punch(self, name: str, at: int, n: int) -> int:
-        self.promised.pop(name, None)
+        self.touched.add(name)
         return self.backend.punch(name, [(at, n)])
 
     def sync(self, name: str, at: int, n: int) -> None:
         if writer := self.writers.get(name):
             writer.sync()
-            self.promised[name] = content(self.backend, name)
+            self._settle(name)
 
     def cut(self, name: str, at: int, n: int) -> None:
         if writer := self.writers.get(name):
             writer.seal(n)
             self.writers[name] = self.backend.resume(name)
-            self.promised.pop(name, None)
+            self.touched.add(name)
 
     def remove(self, name: str, at: int, n: int) -> None:
         self.backend.remove(name)
         self.writers.pop(name, None)
-        self.promised.pop(name, None)
+        self.synced.pop(name, None)
 
     def replace(self, name: str, at: int, n: int) -> None:
         self.backend.write_file(name, bytes(n))
-        self.writers.pop(name, None)
-        self.promised[name] = bytes(n)
+        self.writers[name] = self.backend.resume(name)
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        self.synced[name] = state(self.backend, name)
+        self.touched.discard(name)
 
 
-KINDS = st.sampled_from(("create", "write", "write", "reserve", "punch", "sync", "cut", "remove", "replace"))
+def state(backend: MemoryBackend, name: str) -> tuple[FileInfo, bytes]:
+    (info,) = (info for info in backend.list(name) if info.name == name)
+    return info, content(backend, name)
+
+
+KINDS = st.sampled_from(
+    ("create", "create", "write", "write", "reserve", "punch", "sync", "sync", "cut", "remove", "replace")
+)
 PLACES = st.sampled_from((0, 1, 100, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 5 * PAGE, 5 * PAGE + 7))
-STEPS = st.lists(st.tuples(KINDS, st.sampled_from(NAMES), PLACES, PLACES), max_size=25)
+STEPS = st.lists(st.tuples(KINDS, st.sampled_from(NAMES), PLACES, PLACES), max_size=40)
 
 
 @given(STEPS, st.integers(0, 9))
 def test_what_was_promised_survives_any_crash(steps: list[tuple[str, str, int, int]], seed: int) -> None:
     script = Script()
     script.run(steps)
+    promised = {name: script.synced[name] for name in script.synced.keys() - script.touched}
     for unsynced in (0.0, 0.5, 1.0):
         clone = script.backend.crash_clone(unsynced, random.Random(seed))
-        assert {name: clone.read_file(name) for name in script.promised} == script.promised
+        assert {name: state(clone, name) for name in promised} == promised
+
+
+@given(STEPS)
+def test_the_worst_crash_leaves_each_file_as_last_synced(steps: list[tuple[str, str, int, int]]) -> None:
+    script = Script()
+    script.run(steps)
+    clone = script.backend.crash_clone(0.0, random.Random(0))
+    assert {name: state(clone, name) for name in script.synced} == script.synced
 
 
 @given(STEPS)

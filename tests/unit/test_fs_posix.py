@@ -358,6 +358,8 @@ def test_whoever_opens_the_store_alone_sweeps_what_crashed_writers_left(root: Pa
     two = PosixBackend(root)
     assert leftover.exists(), "it could be a living writer's"
     one.close()
+    PosixBackend(root).close()
+    assert leftover.exists(), "the second one still lives"
     two.close()
     PosixBackend(root).close()
     assert not leftover.exists()
@@ -478,6 +480,24 @@ def test_short_reads_and_writes_go_on(root: Path, monkeypatch: pytest.MonkeyPatc
     op = ReadOp("a", 0, (back[: 2 * PAGE], back[2 * PAGE :]))
     assert backend.read_many([op], deadline_s=60) == [6 * PAGE]
     assert back == data
+    backend.close()
+
+
+def test_an_odd_end_is_not_asked_on_from(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = os.preadv
+
+    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
+        asked.append(offset)
+        return real(fd, views, offset)
+
+    backend = PosixBackend(root)
+    writer = backend.create("a", PAGE)
+    writer.write(0, [memoryview(b"x" * PAGE)])
+    writer.seal(100)
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert get(backend, "a", pages=2) == b"x" * 100
+    assert not any(offset % backend.alignment for offset in asked)
     backend.close()
 
 
