@@ -33,8 +33,8 @@ OTHER_VARIABLES = ("DUOKV_DATA", "DUOKV_DEBUG")
 SEGMENTS_PER_CAPACITY = 64
 """At least this many segments fill a store, so that dropping one frees little more than is needed."""
 
-_CHOICES = {"direct": ("auto", "require", "off"), "fsync": ("none", "segment", "always")}
-_AT_LEAST = {
+_CHOICES: Mapping[str, tuple[str, ...]] = {"direct": ("auto", "require", "off"), "fsync": ("none", "segment", "always")}
+_AT_LEAST: Mapping[str, int] = {
     "capacity": 1,
     "capacity_blocks": 1,
     "segment_bytes": 1,
@@ -261,7 +261,7 @@ def _seconds(value: object) -> float:
     return seconds
 
 
-_PARSERS: dict[str, Callable[[object], object]] = {
+_PARSERS: Mapping[str, Callable[[object], object]] = {
     "capacity": _limit,
     "capacity_blocks": _count_limit,
     "segment_bytes": _size,

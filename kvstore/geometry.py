@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from duokv.kvstore.errors import UsageError, nearest
@@ -254,7 +255,7 @@ def _padding_of(latent: RecordFormat) -> int:
     return math.lcm(128, latent.nbytes)
 
 
-_PRESETS = {
+_PRESETS: Mapping[str, LayerTable] = {
     "deepseek-v4.1-flash": _v41_table(latent_fp4(512), index_fp4(128), latent_fp8(512), _padding_of(latent_fp4(512))),
     "deepseek-v4.1-flash-hopper": _v41_table(latent_hopper(512, 64), index_fp8(128), latent_hopper(512, 64)),
     "deepseek-v4-flash": _v4_table(first_two=0, layers=43),

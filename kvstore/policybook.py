@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from duokv.kvstore.errors import StoreError
+from duokv.kvstore.errors import StoreError, UsageError
 from duokv.kvstore.index import IndexTxn
 from duokv.kvstore.policy import ClassRule, Policy
 
@@ -20,8 +20,9 @@ def encode_policy(policy: Policy) -> bytes:
 def decode_policy(raw: bytes, *, where: str) -> Policy:
     """Read a stored policy; StoreError naming `where` if it cannot be one."""
     try:
-        return msgspec.json.decode(raw, type=Policy)
-    except msgspec.MsgspecError as error:
+        # Numbered again for a class that someone added by hand.
+        return msgspec.json.decode(raw, type=Policy).numbered()
+    except (msgspec.MsgspecError, UsageError) as error:
         raise StoreError(f"{where}: not a policy ({error}); restore it, or set it anew with kvctl ttl set") from error
 
 

@@ -129,9 +129,10 @@ class KVStore:
         self._loader = BlockLoader(
             index=index, blocks=self.blocks, reader=self._reader, codec=self._codec, emit=events.emit
         )
+        # A geometry without SWA state keeps no windows.
         self.windows = SwaArena(
-            geometry.swa_bytes, capacity_bytes=config.swa_bytes, expiry_s=config.swa_expiry_s,
-            monotonic=clock.monotonic, emit=events.emit,
+            max(1, geometry.swa_bytes), capacity_bytes=config.swa_bytes if geometry.swa_bytes else 0,
+            expiry_s=config.swa_expiry_s, monotonic=clock.monotonic, emit=events.emit,
         )  # fmt: skip
         self._requests: OrderedDict[str, None] = OrderedDict()
         self._seen = (clock.wall(), clock.monotonic())

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 from duokv.kvstore.errors import UsageError
 
-_SIZES = {
+_SIZES: Mapping[str, int] = {
     "B": 1,
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)},
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)},
 }
-_DURATIONS = {"ms": Fraction(1, 1000), "s": Fraction(1), "m": Fraction(60), "h": Fraction(3600), "d": Fraction(86_400)}
+_DURATIONS: Mapping[str, Fraction] = {
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86_400),
+}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 
 SIZE_UNITS = ", ".join(_SIZES)
