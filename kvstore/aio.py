@@ -1,0 +1,91 @@
+"""The store for callers on an event loop. The only module that knows one; the core stays synchronous.
+
+Each call runs on a small pool of threads, so the loop never waits for the index or a disk. Cancelling a task stops
+waiting, not the call: a load that was cancelled keeps its buffers until its reads have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from duokv.kvstore.keys import Media, Namespace, TokenIds
+from duokv.kvstore.origin import Origin
+from duokv.kvstore.reader import Rows
+from duokv.kvstore.store import Blocks, Commit, KVStore, PrefixHit
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[object, object, T]) -> T:
+    """Run a coroutine to its end, on uvloop where that is installed."""
+    try:
+        import uvloop  # noqa: PLC0415  an extra; the standard loop serves as well, slower
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+class AsyncKVStore:
+    """A KVStore behind `await`. Same arguments, results and errors; SWA windows are host memory: use `store` for them.
+
+    The wrapped store is closed by `close`. Usable from any task of one loop.
+    """
+
+    def __init__(self, store: KVStore, *, threads: int = 4) -> None:
+        self.store = store
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="duokv-aio")
+
+    async def lookup(
+        self, ns: Namespace, tokens: TokenIds, traffic: str | None = None, *, media: Sequence[Media] = (),
+        require: Origin | None = None, request_id: str | None = None,
+    ) -> PrefixHit:  # fmt: skip
+        """See `KVStore.lookup`."""
+        return await self._call(
+            partial(self.store.lookup, ns, tokens, traffic, media=media, require=require, request_id=request_id)
+        )
+
+    async def load(self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None) -> int:
+        """See `KVStore.load`."""
+        return await self._call(partial(self.store.load, hit, out, first_block=first_block, deadline_s=deadline_s))
+
+    async def load_iter(
+        self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None
+    ) -> AsyncIterator[int]:
+        """See `KVStore.load_iter`."""
+        leads = self.store.load_iter(hit, out, first_block=first_block, deadline_s=deadline_s)
+        while (lead := await self._call(partial(next, leads, None))) is not None:
+            yield lead
+
+    async def commit(
+        self, ns: Namespace, tokens: TokenIds, blocks: Blocks, *, first_block: int = 0, traffic: str | None = None,
+        origin: Origin = Origin.EXACT, media: Sequence[Media] = (),
+    ) -> Commit:  # fmt: skip
+        """See `KVStore.commit`. `blocks` must not change before this returns."""
+        return await self._call(
+            partial(
+                self.store.commit,
+                ns,
+                tokens,
+                blocks,
+                first_block=first_block,
+                traffic=traffic,
+                origin=origin,
+                media=media,
+            )  # fmt: skip
+        )
+
+    async def flush(self) -> None:
+        """See `KVStore.flush`."""
+        await self._call(self.store.flush)
+
+    async def close(self) -> None:
+        """Close the store and end the threads."""
+        await self._call(self.store.close)
+        self._pool.shutdown(wait=False)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
