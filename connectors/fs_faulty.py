@@ -45,7 +45,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail(Fault):
-    """The operation fails with `errno`; of a write, `torn_bytes` reach the file first. `abort` cannot fail."""
+    """The operation fails with `errno`; an `abort` only leaves its file.
+
+    torn_bytes: how many bytes of a write reach the file first; a multiple of the backend's alignment.
+    """
 
     errno: int = errno.EIO
     torn_bytes: int = 0
@@ -92,8 +95,10 @@ class Misdirect(Fault):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One line of the log. `offset` and `nbytes` are of reads, writes and punches (first offset, total bytes);
-    `nbytes` is the size asked for of create, reserve and seal, and the length of write_file's data.
+    """One line of the log.
+
+    offset, nbytes: the range of a read or write; of a punch the first offset and the bytes of all its ranges. Of
+        create, reserve and seal `nbytes` is the size asked for, of write_file the data's length; else both are 0.
     """
 
     kind: Kind

@@ -23,7 +23,7 @@ T = TypeVar("T")
 def run(main: Coroutine[object, object, T]) -> T:
     """Run a coroutine to its end, on uvloop where that is installed."""
     try:
-        import uvloop  # noqa: PLC0415  an extra; the standard loop serves as well, slower
+        import uvloop
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
@@ -65,18 +65,8 @@ class AsyncKVStore:
         origin: Origin = Origin.EXACT, media: Sequence[Media] = (),
     ) -> Commit:  # fmt: skip
         """See `KVStore.commit`. `blocks` must not change before this returns."""
-        return await self._call(
-            partial(
-                self.store.commit,
-                ns,
-                tokens,
-                blocks,
-                first_block=first_block,
-                traffic=traffic,
-                origin=origin,
-                media=media,
-            )  # fmt: skip
-        )
+        work = partial(self.store.commit, ns, tokens, blocks, first_block=first_block, traffic=traffic, origin=origin)
+        return await self._call(partial(work, media=media))
 
     async def flush(self) -> None:
         """See `KVStore.flush`."""

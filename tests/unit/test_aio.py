@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ TOKENS = np.arange(700, dtype=np.int32)
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> KVStore:
     geometry = CacheGeometry.opaque("aio", payload_bytes=1000, swa_bytes=64)
     config = StoreConfig(maintenance_interval_s=0, swa_bytes=1 << 16, index_path=str(tmp_path))
     return open_store("memory://", geometry=geometry, config=config, backend=MemoryBackend())
