@@ -23,13 +23,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from duokv.bench.cache_hit import Keep, SimOptions, simulate
+from duokv.bench.cache_hit import Keep, SimOptions, SimReport, simulate
 from duokv.bench.workload import read_trace, trace_class, traces_dir
 from duokv.kvstore.errors import DuoKVError, UsageError
 from duokv.kvstore.policy import DAY_S, ClassRule, Policy
 
 _TELL_EVERY = 200
 _POLL_S = 0.2
+_PLAIN_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,22 @@ PUBLISHED: Mapping[str, tuple[float, ...]] = {
 project. They hold for whole traces only."""
 
 
-def published(trace: Path | str, figure: str) -> float | None:
+def published(trace: Path, figure: str) -> float | None:
     """The published percentage of a whole trace, by its file name and one of FIGURES; None if the trace is unknown."""
-    row = PUBLISHED.get(Path(trace).name.partition(".")[0])
+    row = PUBLISHED.get(trace_name(trace))
     return None if row is None else dict(zip(FIGURES, row, strict=True))[figure]
+
+
+def trace_name(trace: Path) -> str:
+    """A trace's file name without its endings."""
+    return trace.name.partition(".")[0]
+
+
+def rate(report: SimReport, name: str) -> float:
+    """One of the rates of `SimReport.as_json`, such as "token_hit_rate"."""
+    value = report.as_json()[name]
+    assert isinstance(value, float)
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +133,25 @@ def measure(
         futures = {job: pool.submit(_measure_one, *job, limit, told) for job in jobs}
         _follow(list(futures.values()), told, on_requests)
         done = {job: future.result() for job, future in futures.items()}
-    whole = limit is None
     cells = []
     for path in traces:
         for figure, run in FIGURES.items():
-            rates, requests, seconds = done[path, run]
-            percent = 100 * rates["swa_alive_share" if figure.startswith("SWA") else "token_hit_rate"]
-            known = published(path, figure) if whole else None
-            cells.append(Cell(path.name.partition(".")[0], figure, percent, known, requests, seconds))
+            got = done[path, run]
+            percent = 100 * (got.swa_alive_share if figure.startswith("SWA") else got.token_hit_rate)
+            known = published(path, figure) if limit is None else None
+            cells.append(Cell(trace_name(path), figure, percent, known, got.requests, got.seconds))
     return cells
 
 
-def _measure_one(
-    path: Path, run: Run, limit: int | None, told: queue.Queue[int]
-) -> tuple[dict[str, float], int, float]:
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    token_hit_rate: float
+    swa_alive_share: float
+    requests: int
+    seconds: float
+
+
+def _measure_one(path: Path, run: Run, limit: int | None, told: queue.Queue[int]) -> _Measured:
     served = 0
 
     def tell(_: object) -> None:
@@ -144,15 +162,10 @@ def _measure_one(
 
     report = simulate(read_trace(path, limit=limit), run.options(trace_class(path)), on_request=tell)
     told.put(served % _TELL_EVERY)
-    rates = report.as_json()
-    return {name: float(str(rates[name])) for name in ("token_hit_rate", "swa_alive_share")}, served, report.seconds
+    return _Measured(rate(report, "token_hit_rate"), rate(report, "swa_alive_share"), served, report.seconds)
 
 
-def _follow(
-    futures: Sequence[Future[tuple[dict[str, float], int, float]]],
-    told: queue.Queue[int],
-    on_requests: Callable[[int], None],
-) -> None:
+def _follow(futures: Sequence[Future[_Measured]], told: queue.Queue[int], on_requests: Callable[[int], None]) -> None:
     pending = set(futures)
     while pending:
         done, pending = wait(pending, timeout=_POLL_S)
@@ -173,7 +186,7 @@ def table_of(cells: Sequence[Cell]) -> Table:
         by_trace.setdefault(cell.trace, {})[cell.figure] = cell
     for trace, row in by_trace.items():
         requests = next(iter(row.values())).requests
-        table.add_column(f"{trace}\n{requests:,} requests", justify="right")
+        table.add_column(trace.replace("_", "\n", 1) + f"\n{requests:,} requests", justify="right")
     for figure in FIGURES:
         table.add_row(
             figure,
@@ -197,9 +210,8 @@ def found_traces() -> list[Path]:
     if not found:
         where = f"{folder} holds no *.jsonl or *.jsonl.gz" if folder else "DUOKV_DATA is not set"
         raise UsageError(f"no traces: {where}; name trace files, or set DUOKV_DATA to the folder that holds traces/")
-    known = list(PUBLISHED)
-    return sorted(found, key=lambda path: (name not in known, known.index(name) if name in known else 0)
-                  if (name := path.name.partition(".")[0]) else (True, 0))
+    order = {name: place for place, name in enumerate(PUBLISHED)}
+    return sorted(found, key=lambda path: (order.get(trace_name(path), len(order)), path.name))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -226,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps([{**asdict(cell), "verdict": cell.verdict} for cell in cells], indent=1))
         return 1 if off else 0
-    Console().print(table_of(cells))
+    Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table_of(cells))
     print("T: idle expiry of Block KV. SWA: share of the requests with a prefix hit whose hit tail has a live state.")
     if compared:
         equal = len(compared) - len(off)
@@ -242,9 +254,7 @@ def _measure_with_progress(traces: Sequence[Path], limit: int | None, workers: i
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("requests simulated", total=total)
-        return measure(
-            traces, limit=limit, workers=workers, on_requests=lambda count: progress.advance(task, count)
-        )
+        return measure(traces, limit=limit, workers=workers, on_requests=lambda count: progress.advance(task, count))
 
 
 if __name__ == "__main__":

@@ -253,7 +253,9 @@ class BlockStore:
 
         Returns (first block, life) of what went: the exact blocks live on as long as those would have.
         """
-        carried = []
+        carried: list[tuple[int, Life]] = []
+        if not walk.replace:
+            return carried
         left = granted
         taken = {start + i for start, count in walk.runs for i in range(count) if (left := left - 1) >= 0}
         for (block, place, record, _, count), low in walk.replace:

@@ -28,8 +28,8 @@ from duokv.kvstore.policy import MODES, ClassRule, Policy
 from duokv.kvstore.units import UNBOUNDED, parse_bytes, parse_count, parse_duration
 
 PREFIX = "DUOKV_"
-OTHER_VARIABLES = ("DUOKV_DATA", "DUOKV_DEBUG")
-"""Variables that are not settings: where test data lies, and whether errors show their traceback."""
+OTHER_VARIABLES = ("DUOKV_DATA", "DUOKV_DEBUG", "DUOKV_STORE")
+"""Variables that are not settings: where test data lies, whether errors show their traceback, kvctl's store."""
 SEGMENTS_PER_CAPACITY = 64
 """At least this many segments fill a store, so that dropping one frees little more than is needed."""
 

@@ -231,7 +231,7 @@ class IndexTxn:
 class Index:
     """Opens and closes the LMDB environment and begins transactions."""
 
-    def __init__(self, path: Path, *, map_bytes: int, readonly: bool = False) -> None:
+    def __init__(self, path: Path, *, map_bytes: int, readonly: bool = False, lock: bool = True) -> None:
         self.path = path
         self.writes = 0
         """Write transactions this process committed."""
@@ -243,7 +243,7 @@ class Index:
             # waits for it. writemap=False: a stray write of the process cannot reach the map.
             self._env = lmdb.open(
                 str(path), map_size=map_bytes, max_dbs=4, max_readers=1024, readonly=readonly, sync=False,
-                writemap=False, readahead=False, create=not readonly,
+                writemap=False, readahead=False, create=not readonly, lock=lock,
             )  # fmt: skip
             self._env.reader_check()
             names = (b"extents", b"lives", b"segments", b"meta")

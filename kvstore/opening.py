@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -77,7 +77,7 @@ def open_store(
         undo.callback(lock.release)
         with index.write() as txn:
             txn.put_meta(b"writer:" + writer_id.encode(), b"")
-            if txn.meta(b"policy") is None and not done.segments:
+            if txn.meta(b"policy") is None and not txn.segments():
                 PolicyBook.put(txn, config.seed_policy)
                 backend.write_file(POLICY_FILE, encode_policy(config.seed_policy))
         store = KVStore(
@@ -93,7 +93,7 @@ def open_store(
 
 def resolve_backend(url: str, direct: str, *, create: bool = True) -> Backend:
     """Make the backend a URL's scheme names, from the installed packages that register one."""
-    scheme = urlsplit(url).scheme or "file"
+    scheme = urlsplit(url).scheme if "://" in url else "file"
     found = {point.name: point for point in entry_points(group="duokv.backends")}
     if scheme not in found:
         raise UsageError(f"{url}: no backend for scheme {scheme!r}; {nearest(scheme, found)}")
@@ -134,14 +134,22 @@ def geometry_of(manifest: Manifest, wanted: CacheGeometry | None, url: str) -> C
     return wanted
 
 
+def local_folder(url: str) -> Path | None:
+    """The folder that a path or a file:// URL names; None for other schemes."""
+    if "://" not in url:
+        return Path(url)
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
 def index_place(url: str, config: StoreConfig) -> tuple[Path, Callable[[], None]]:
     """Where the index of a store lives, and what to call after closing it."""
     if config.index_path is not None:
         return Path(config.index_path), _nothing
-    parts = urlsplit(url)
-    if parts.scheme in ("", "file"):
-        return Path(parts.path) / "index", _nothing
-    if parts.scheme == "memory":
+    folder = local_folder(url)
+    if folder is not None:
+        return folder / "index", _nothing
+    if urlsplit(url).scheme == "memory":
         folder = Path(tempfile.mkdtemp(prefix="duokv-index-"))
         return folder, lambda: shutil.rmtree(folder, ignore_errors=True)
     raise UsageError(f"{url}: the index needs a local disk; set index_path to a directory of this host")

@@ -77,7 +77,8 @@ class VictimQueue:
 
     def plan_expired(self, txn: IndexTxn, now_s: float) -> ReclaimPlan:
         """Cut every extent to its blocks still within their life."""
-        cuts = []
+        cuts: list[Cut] = []
+        alive: list[tuple[int, Life]] = []
         cutoffs = Cutoffs(self.policy, now_s)
         while self._deadlines and self._deadlines[0][0] < now_s:
             _, _, place = heapq.heappop(self._deadlines)
@@ -89,7 +90,10 @@ class VictimQueue:
                 cuts.append(Cut(place, life.n, keep, "expired"))
                 life.cut(keep)
             if keep:
-                self._add_deadline(place, life)
+                alive.append((place, life))
+        # Only now: a deadline just past can still round to within the life, and would come up again and again.
+        for place, life in alive:
+            self._add_deadline(place, life)
         return _plan(cuts)
 
     def plan_capacity(

@@ -134,7 +134,8 @@ class KVStore:
             max(1, geometry.swa_bytes), capacity_bytes=config.swa_bytes if geometry.swa_bytes else 0,
             expiry_s=config.swa_expiry_s, monotonic=clock.monotonic, emit=events.emit,
         )  # fmt: skip
-        self._requests: OrderedDict[str, None] = OrderedDict()
+        self._looked_up = _RequestIds()
+        self._reported = _RequestIds()
         self._seen = (clock.wall(), clock.monotonic())
         self._closed = threading.Event()
         self._closing = threading.Lock()
@@ -163,7 +164,7 @@ class KVStore:
         found = self.blocks.find(blob, blocks, traffic, exact_only=require is Origin.EXACT)
         hit = found.blocks * BLOCK_TOKENS
         name = traffic or self.blocks.default_class
-        self.events.emit(PrefixLookedUp(name, hit, length - hit, found.reason, self._is_retry(request_id)))
+        self.events.emit(PrefixLookedUp(name, hit, length - hit, found.reason, self._looked_up.seen(request_id)))
         keys = BlockKeys(blob[: found.blocks * KEY_BYTES])
         return PrefixHit(hit, keys, found.reason, name, found, ids, root)
 
@@ -264,8 +265,10 @@ class KVStore:
 
     # -- operation ---------------------------------------------------------------------------------------------------
 
-    def report(self, served: RequestServed) -> None:
-        """Tell metrics how a request's tokens were come by (engines and the harness do, once per request)."""
+    def report(self, served: RequestServed, *, request_id: str | None = None) -> None:
+        """Tell metrics how a request's tokens were come by; engines and the harness do. Retries as in `lookup`."""
+        if self._reported.seen(request_id):
+            served = dataclasses.replace(served, retry=True)
         self.events.emit(served)
 
     def maintain(self) -> None:
@@ -328,18 +331,29 @@ class KVStore:
             except Exception as error:  # noqa: BLE001  housekeeping must outlive a bad disk
                 self.events.emit(Degraded("maintenance", repr(error)))
 
-    def _is_retry(self, request_id: str | None) -> bool:
-        if request_id is None:
-            return False
-        retry = request_id in self._requests
-        self._requests[request_id] = None
-        if len(self._requests) > _REQUEST_IDS:
-            self._requests.popitem(last=False)
-        return retry
-
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise StoreError("store: closed; open it again")
+
+
+class _RequestIds:
+    """The latest request ids, to tell a retry. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: OrderedDict[str, None] = OrderedDict()
+
+    def seen(self, request_id: str | None) -> bool:
+        """Note an id and return whether it was noted before; a request without one never was."""
+        if request_id is None:
+            return False
+        with self._lock:
+            known = request_id in self._ids
+            self._ids[request_id] = None
+            self._ids.move_to_end(request_id)
+            if len(self._ids) > _REQUEST_IDS:
+                self._ids.popitem(last=False)
+        return known
 
 
 def _payload_view(block: memoryview | bytes | npt.NDArray[np.uint8], payload_bytes: int, number: int) -> Row:

@@ -93,7 +93,7 @@ def agree(life: Life, blocks: Blocks) -> None:
         assert (math.inf if deadline is None else deadline) == blocks.deadline(block)
         assert keeper is not None or not any(blocks.stamps[c][block] for c in blocks.stamps if c != BORN_CLASS)
         assert life.last_use(block) == blocks.last_use(block)
-    for now_s in (0, *range(1, END + 100, 13)):
+    for now_s in range(1, END + 100, 13):
         dead = [block for block in range(life.n) if blocks.deadline(block) < now_s]
         assert life.alive(Cutoffs(POLICY, now_s)) == min(dead, default=life.n)
         unpinned = [at for at, stamp in enumerate(blocks.stamps[PIN_CLASS]) if stamp < stamp_of(now_s)]
