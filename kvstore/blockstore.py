@@ -20,7 +20,7 @@ from duokv.kvstore.clock import Clock
 from duokv.kvstore.compaction import Compactor
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.damage import Damage, note_damage
-from duokv.kvstore.events import BlocksEvicted, BlocksStored, Event, StoreFailed
+from duokv.kvstore.events import BlocksEvicted, BlocksStored, Degraded, Event, StoreFailed
 from duokv.kvstore.extent import PLACE, PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, is_approx
@@ -121,12 +121,20 @@ class BlockStore:
         self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool = False, use: bool = True
     ) -> Found:
         """Walk a prompt's key blob: which leading blocks are stored and alive. A use of them unless `use=False`."""
+        try:
+            return self._find(blob, blocks, traffic, exact_only=exact_only, use=use)
+        except lmdb.Error as error:
+            self._emit(Degraded("index", f"lookup failed: {error}"))
+            return Found((), 0, "index")
+
+    def _find(self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool, use: bool) -> Found:
         with self._index.read() as txn, self._state:
             now_s = self._clock.wall()
             policy = self.policies.current(txn)
             class_id = policy.class_id(traffic)
             hops = txn.walk(blob, 0, blocks)
-            reason: MissReason | None = None if hops and hops[-1][0] + hops[-1][4] == blocks else "absent"
+            reached = hops[-1][0] + hops[-1][4] if hops else 0
+            reason: MissReason | None = None if reached == blocks else "absent"
             if exact_only:
                 exact = list(itertools.takewhile(lambda hop: not is_approx(hop[2]), hops))
                 hops, reason = exact, reason if len(exact) == len(hops) else "approx"
@@ -151,27 +159,26 @@ class BlockStore:
         A block whose parent is absent and not part of this commit is dropped: nothing could ever reach it. `payload`
         None keeps the metadata only. Never raises for a full or failing backend: what could not be stored is dropped.
         """
+        stored = present = 0
         with self._write:
-            seen = self._index.version()
-            with self._index.read() as txn, self._state:
-                policy = self.policies.current(txn)
-                class_id = policy.class_id(traffic)
-                stamp = self._stamps.next(self._clock.wall())
-                walk = walk_for_commit(txn, self._cache, blob, blocks, first, origin)
-                self._renew(walk, policy, class_id, stamp)
-            wanted = sum(count for _, count in walk.runs)
-            lost = blocks - first - walk.present - wanted
-            stored = 0
             try:
-                if wanted:
+                seen = self._index.version()
+                with self._index.read() as txn, self._state:
+                    policy = self.policies.current(txn)
+                    class_id = policy.class_id(traffic)
+                    stamp = self._stamps.next(self._clock.wall())
+                    walk = walk_for_commit(txn, self._cache, blob, blocks, first, origin)
+                    self._renew(walk, policy, class_id, stamp)
+                present = walk.present
+                if walk.runs:
                     stored = self._store(walk, blob, class_id, policy, stamp, payload, origin, seen)
-                elif self._cache.pending() and self._due(stamp):
+                elif self._due(stamp):
                     self.flush_uses()
             except (OSError, lmdb.Error) as error:
                 self._emit(StoreFailed("commit", str(error)))
-        done = Committed(stored, walk.present, wanted - stored + lost)
-        slot_bytes = self._codec.slot_bytes
-        self._emit(BlocksStored(policy.name_of(class_id), stored, walk.present, done.dropped, stored * slot_bytes))
+        done = Committed(stored, present, blocks - first - present - stored)
+        name = traffic or self.default_class
+        self._emit(BlocksStored(name, stored, present, done.dropped, stored * self._codec.slot_bytes))
         return done
 
     def _renew(self, walk: CommitWalk, policy: Policy, class_id: int, stamp: int) -> None:

@@ -2,12 +2,13 @@
 
 Counters belong to subscribers, so that a mechanism never knows who counts it. Subscribers run on the thread that
 emits, must be quick and must not call back into the store; one that raises is dropped from that event and reported
-once through `warnings`, since a metric must never fail a request.
+once through `logging`, since a metric must never fail a request.
 """
 
 from __future__ import annotations
 
-import warnings
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -141,15 +142,18 @@ class EventBus:
     """Hands each event to every subscriber in order of subscription. Subscribing is thread-safe, so is emitting."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._subscribers: tuple[Subscriber, ...] = ()
         self._reported: set[int] = set()
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Add a subscriber; call the returned function to remove it."""
-        self._subscribers = (*self._subscribers, subscriber)
+        with self._lock:
+            self._subscribers = (*self._subscribers, subscriber)
 
         def unsubscribe() -> None:
-            self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
+            with self._lock:
+                self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
 
         return unsubscribe
 
@@ -161,4 +165,18 @@ class EventBus:
             except Exception as error:  # noqa: BLE001
                 if id(subscriber) not in self._reported:
                     self._reported.add(id(subscriber))
-                    warnings.warn(f"event subscriber {subscriber!r} raised {error!r} on {event!r}", stacklevel=2)
+                    logging.getLogger("duokv").warning("subscriber %r raised %r on %r", subscriber, error, event)
+
+
+def log_warning(event: Event) -> None:
+    """A subscriber that tells people through the logger `duokv` what an operator should look at."""
+    match event:
+        case Degraded():
+            logging.getLogger("duokv").warning("%s: %s", event.what, event.reason)
+        case BlockQuarantined():
+            place = (event.key.hex(), event.segment, event.slot, event.reason)
+            logging.getLogger("duokv").warning("block %s in %s, slot %d: %s; taken out", *place)
+        case ClockJumped():
+            logging.getLogger("duokv").warning("wall clock jumped by %.0f s; nothing expires this time", event.seconds)
+        case _:
+            pass

@@ -17,7 +17,7 @@ from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import StoreError, UsageError, nearest
-from duokv.kvstore.events import Degraded, EventBus
+from duokv.kvstore.events import Degraded, EventBus, log_warning
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index
 from duokv.kvstore.policybook import PolicyBook, encode_policy
@@ -66,8 +66,9 @@ def open_store(
         index = Index(path, map_bytes=config.index_map_bytes)
         undo.callback(index.close)
         events = EventBus()
+        events.subscribe(log_warning)
         boot = boot_id if boot_id is not None else _BOOT_ID.read_text().strip()
-        done = Recovery(
+        Recovery(
             index=index, backend=backend, geometry=actual, boot_id=boot, emit=events.emit, now_s=clock.wall()
         ).run()
         writer_id = config.writer_id or secrets.token_hex(4)

@@ -26,6 +26,9 @@ from duokv.kvstore.segment import SegmentWriter, footer_reserve, parse_name
 _LIVE_SHARE = 0.85
 """Part of the slots that may be live without punch: below it the emptiest segments have few survivors to copy."""
 
+_QUEUE_KEPT_S = 60.0
+"""How long a queue may miss extents that other processes stored; they expire them themselves meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -75,6 +78,7 @@ class Space:
         self._full: list[SegmentWriter] = []
         """Segments without room left whose last slots may not be published yet."""
         self._queue: VictimQueue | None = None
+        self._queue_built = (0, 0, 0.0)
         self.segment_slots = max(1, config.effective_segment_bytes // self._slot)
         self._step = max(1, config.preallocate_bytes // self._slot)
 
@@ -252,10 +256,15 @@ class Space:
             plan = queue.plan_expired(txn, now_s)
             self._apply(txn, plan, freed)
             gone = plan.freed
-            if gone < need:
-                plan = queue.plan_capacity(txn, need - gone, before_stamp=before_stamp, now_s=now_s)
-                self._apply(txn, plan, freed)
-                gone += plan.freed
+            for _ in range(2):
+                if gone < need:
+                    plan = queue.plan_capacity(txn, need - gone, before_stamp=before_stamp, now_s=now_s)
+                    self._apply(txn, plan, freed)
+                    gone += plan.freed
+                if gone >= need or not self._others_wrote():
+                    break
+                self.reset_queue()
+                queue = self._victims(txn, policy)
         self.release(freed)
         return gone
 
@@ -268,9 +277,17 @@ class Space:
         self._queue = None
 
     def _victims(self, txn: IndexTxn, policy: Policy) -> VictimQueue:
-        if self._queue is None or self._queue.policy.version != policy.version:
+        now_s = self._clock.monotonic()
+        old = self._others_wrote() and now_s - self._queue_built[2] > _QUEUE_KEPT_S
+        if self._queue is None or self._queue.policy.version != policy.version or old:
             self._queue = VictimQueue.built(txn.lives(), policy)
+            self._queue_built = (self._index.version(), self._index.writes, now_s)
         return self._queue
+
+    def _others_wrote(self) -> bool:
+        """Whether other processes changed the index since the queue was built: it may not know their extents."""
+        version, writes, _ = self._queue_built
+        return self._index.version() - version != self._index.writes - writes
 
     def apply(self, plan: ReclaimPlan) -> None:
         """Carry out a plan made elsewhere (operators, quarantine)."""
