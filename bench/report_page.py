@@ -1,4 +1,4 @@
-"""Pieces of a one-file HTML page: charts as inline SVG, tiles, bars and tables. No script, nothing loaded from outside."""
+"""Pieces of a one-file HTML page: charts as inline SVG, tiles, bars, tables. No script, nothing loaded from outside."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-BLUE, LIGHT_BLUE, ORANGE, GREY, GREEN = "#1d5fc2", "#8db8ee", "#d9730d", "#c3c9d1", "#14804a"
+BLUE, LIGHT_BLUE, ORANGE, GREY, GREEN, INK = "#1d5fc2", "#8db8ee", "#d9730d", "#c3c9d1", "#14804a", "#1f2630"
 """Told apart by brightness as well, for colour-blind eyes and grey prints."""
-_INK, _FAINT, _GRID = "#1f2630", "#5d6773", "#e4e7eb"
+_FAINT, _GRID = "#5d6773", "#e4e7eb"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 10, 40
 _MARK_ROW = 15
 
 _STYLE = f"""
 :root {{ color-scheme: light; }}
-body {{ margin: 0; background: #f4f5f7; color: {_INK}; font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif; }}
+body {{ margin: 0; background: #f4f5f7; color: {INK}; font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif; }}
 main {{ max-width: 1120px; margin: 0 auto; padding: 32px 24px 48px; }}
 h1 {{ font-size: 26px; margin: 0; }} h2 {{ font-size: 17px; margin: 0 0 4px; }}
 p {{ margin: 4px 0 12px; max-width: 100ch; }} .faint, footer {{ color: {_FAINT}; }}
@@ -32,11 +32,15 @@ section {{ background: #fff; border: 1px solid {_GRID}; border-radius: 10px; pad
 .bar {{ display: flex; height: 30px; border-radius: 6px; overflow: hidden; margin: 12px 0 14px; }}
 table {{ border-collapse: collapse; width: 100%; }}
 th, td {{ text-align: left; padding: 6px 14px 6px 0; border-top: 1px solid {_GRID}; vertical-align: top; }}
-th {{ color: {_FAINT}; font-weight: 500; border-top: 0; }} tr > td:last-child, tr > th:last-child {{ padding-right: 0; }}
+th {{ color: {_FAINT}; font-weight: 500; border-top: 0; }}
+tr > td:last-child, tr > th:last-child {{ padding-right: 0; }}
 .number {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
+.narrow {{ white-space: nowrap; }}
 .key {{ display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 8px; }}
 .legend {{ display: flex; flex-wrap: wrap; gap: 4px 22px; font-size: 13.5px; color: {_FAINT}; }}
 svg {{ display: block; width: 100%; height: auto; font: 12px system-ui, "Segoe UI", Roboto, sans-serif; }}
+/* A white rim keeps labels readable across lines. */
+.on-lines {{ paint-order: stroke; stroke: #fff; stroke-width: 4px; stroke-linejoin: round; }}
 footer {{ margin-top: 22px; font-size: 13.5px; }}
 @media (max-width: 900px) {{ .pair {{ grid-template-columns: 1fr; }} .tiles {{ grid-template-columns: 1fr 1fr; }} }}
 """
@@ -115,8 +119,8 @@ class Chart:
         gap = -5 if end == "end" else 5
         self._parts.append(
             f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{row - 4}" y2="{self._top + self._plot[1]}" stroke="{_FAINT}" '
-            f'stroke-dasharray="2 3"/><text x="{at + gap:.1f}" y="{row + 5}" text-anchor="{end}" fill="{_INK}">'
-            f"{escape(text)}</text>"
+            f'stroke-dasharray="2 3"/><text class="on-lines" x="{at + gap:.1f}" y="{row + 5}" text-anchor="{end}" '
+            f'fill="{INK}">{escape(text)}</text>'
         )
 
     def dot(self, x: float, y: float, color: str, text: str) -> None:
@@ -192,7 +196,7 @@ def partition_bar(parts: Sequence[tuple[str, float, str, str, str]]) -> str:
         for name, share, color, _, _ in parts
     )
     rows = "".join(
-        f'<tr><td style="white-space:nowrap">{_key(color)}{escape(name)}</td><td>{escape(meaning)}</td>'
+        f'<tr><td class="narrow">{_key(color)}{escape(name)}</td><td>{escape(meaning)}</td>'
         f'<td class="number">{escape(number)}</td><td class="number">{share:.2%}</td></tr>'
         for name, share, color, number, meaning in parts
     )
@@ -200,21 +204,23 @@ def partition_bar(parts: Sequence[tuple[str, float, str, str, str]]) -> str:
     return f'<div class="bar">{bar}</div><table>{head}{rows}</table>'
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
-    """A table of plain text; columns `numbers` are set to the right."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), narrow: Sequence[int] = ()
+) -> str:
+    """A table of plain text; columns `numbers` are set to the right, `narrow` ones are not broken."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=number' if at in numbers else ''}>{escape(text)}</{tag}>" for at, text in enumerate(row)
-        )
+        kinds = ["number" if at in numbers else "narrow" if at in narrow else "" for at in range(len(row))]
+        return "".join(f'<{tag} class="{kind}">{escape(text)}</{tag}>' for kind, text in zip(kinds, row, strict=True))
 
-    top = f"<tr>{cells('th', head)}</tr>" if head else ""
-    return f"<table>{top}{''.join(f'<tr>{cells("td", row)}</tr>' for row in rows)}</table>"
+    lines = [cells("th", head), *(cells("td", row) for row in rows)]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
     """What colours mean: (colour, text) each."""
-    return f'<div class="legend">{"".join(f"<span>{_key(color)}{escape(text)}</span>" for color, text in entries)}</div>'
+    keys = "".join(f"<span>{_key(color)}{escape(text)}</span>" for color, text in entries)
+    return f'<div class="legend">{keys}</div>'
 
 
 def _key(color: str) -> str:

@@ -13,8 +13,9 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -251,10 +252,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure_with_progress(traces: Sequence[Path], limit: int | None, workers: int) -> list[Cell]:
     runs = len(dict.fromkeys(FIGURES.values()))
     total = runs * sum(sum(1 for _ in read_trace(path, limit=limit)) for path in traces)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with requests_bar(total) as advance:
+        return measure(traces, limit=limit, workers=workers, on_requests=advance)
+
+
+@contextmanager
+def requests_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr; call what it gives with the number of requests just done."""
+    columns = (TextColumn("simulated requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("requests simulated", total=total)
-        return measure(traces, limit=limit, workers=workers, on_requests=lambda count: progress.advance(task, count))
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.advance(task, count)
+    if not sys.stderr.isatty():  # there, rich leaves its only line unfinished
+        print(file=sys.stderr)
 
 
 if __name__ == "__main__":

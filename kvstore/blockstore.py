@@ -10,7 +10,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import lmdb
 
@@ -21,7 +20,7 @@ from duokv.kvstore.compaction import Compactor
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Degraded, Event, StoreFailed
-from duokv.kvstore.extent import PLACE, PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
+from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, is_approx
 from duokv.kvstore.keys import KEY_BYTES
@@ -29,37 +28,22 @@ from duokv.kvstore.lives import LifeCache, Stamps
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, Policy
 from duokv.kvstore.policybook import PolicyBook
-from duokv.kvstore.reader import Span
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
 from duokv.kvstore.space import Allocation, Freed, Space
-from duokv.kvstore.walk import CommitWalk, Runs, alive_lead, extend_runs, head_of_runs, walk_for_commit
+from duokv.kvstore.walk import (
+    CommitWalk,
+    Found,
+    MissReason,
+    Runs,
+    alive_lead,
+    extend_runs,
+    head_of_runs,
+    walk_for_commit,
+)
 
-MissReason = Literal["absent", "expired", "approx", "index"]
 STAGING_BLOCKS = 32
 """Slots written per system call: large enough for the device, small enough to stay in cache between copy and write."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The leading blocks of a prompt that are stored and alive, and why the next one is not.
-
-    places: per extent its 8-byte place and how many of its leading blocks the prompt has.
-    """
-
-    places: tuple[tuple[bytes, int], ...]
-    blocks: int
-    reason: MissReason | None
-
-    def spans(self) -> tuple[Span, ...]:
-        """Where the blocks are."""
-        spans = []
-        block = 0
-        for place, count in self.places:
-            segment, slot = PLACE.unpack(place)
-            spans.append(Span(segment, slot, block, count))
-            block += count
-        return tuple(spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +112,7 @@ class BlockStore:
             return Found((), 0, "index")
 
     def _find(self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool, use: bool) -> Found:
+        version = self._index.version()
         with self._index.read() as txn, self._state:
             now_s = self._clock.wall()
             policy = self.policies.current(txn)
@@ -139,25 +124,29 @@ class BlockStore:
                 exact = list(itertools.takewhile(lambda hop: not is_approx(hop[2]), hops))
                 hops, reason = exact, reason if len(exact) == len(hops) else "approx"
             held = [(place, self._cache.get(place, raw), count) for _, place, _, raw, count in hops]
-            alive, tail = alive_lead(held, Cutoffs(policy, now_s))
+            alive, part = alive_lead(held, Cutoffs(policy, now_s))
             if alive < len(held):
                 held, reason = held[:alive], "expired"
-                if tail:
-                    held.append((hops[alive][1], self._cache.get(hops[alive][1], hops[alive][3]), tail))
+                if part:
+                    held.append((hops[alive][1], self._cache.get(hops[alive][1], hops[alive][3]), part))
             if use and held:
                 self._cache.use_whole(held, class_id, self._stamps.next(now_s))
-        places = tuple([(place, count) for place, _, count in held])
-        return Found(places, sum([count for _, count in places]), reason)
+            found_blocks = sum([count for _, _, count in held])
+            whole = reason in (None, "absent") and not any(is_approx(hop[2]) for hop in hops)
+            tail = blob[(found_blocks - 1) * KEY_BYTES : found_blocks * KEY_BYTES] if whole else None
+        return Found(tuple(held), found_blocks, reason, version, tail)
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(
-        self, blob: bytes, blocks: int, traffic: str | None, *, first: int, payload: Payload | None, origin: Origin
-    ) -> Committed:
+        self, blob: bytes, blocks: int, traffic: str | None, *, first: int, payload: Payload | None, origin: Origin,
+        known: Found | None = None,
+    ) -> Committed:  # fmt: skip
         """Renew what is stored of a prompt's first `blocks` blocks and store what is absent from block `first` on.
 
         A block whose parent is absent and not part of this commit is dropped: nothing could ever reach it. `payload`
-        None keeps the metadata only. Never raises for a full or failing backend: what could not be stored is dropped.
+        None keeps the metadata only. `known`, what `find` just gave for this prompt, saves walking it again if nothing
+        was written since. Never raises for a full or failing backend: what could not be stored is dropped.
         """
         stored = present = 0
         with self._write:
@@ -167,7 +156,7 @@ class BlockStore:
                     policy = self.policies.current(txn)
                     class_id = policy.class_id(traffic)
                     stamp = self._stamps.next(self._clock.wall())
-                    walk = walk_for_commit(txn, self._cache, blob, blocks, first, origin)
+                    walk = walk_for_commit(txn, self._cache, blob, blocks, first, origin, known, seen)
                     self._renew(walk, policy, class_id, stamp)
                 present = walk.present
                 if walk.runs:

@@ -12,23 +12,28 @@ from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Event
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.index import Index
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.reader import LATE, BlockReader, Rows, Span, plan_reads
+from duokv.kvstore.reader import LATE, BlockReader, Rows, Span, is_unreadable, plan_reads
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
 
 MAX_OP_BYTES = 4 << 20
 """Bytes of one read: large enough for the device, small enough that verification overlaps the reads after it."""
-_UNREADABLE = ("EIO", "EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM", "backend raised")
+_CUT = "cut"
+"""Why a block is missed that has left the index since it was looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Blocks `first`.. of a prompt whose places a lookup found. `blob` holds the keys of all its `blocks` blocks."""
+    """Blocks `first`.. of a prompt whose places a lookup found. `blob` holds the keys of all its `blocks` blocks.
+
+    exact_only: blocks that have moved since are looked up again under the same condition.
+    """
 
     blob: bytes
     blocks: int
     first: int
     spans: tuple[Span, ...]
     identity: Callable[[int], BlockIdentity]
+    exact_only: bool
 
 
 class BlockLoader:
@@ -47,22 +52,24 @@ class BlockLoader:
     def stream(self, wanted: Wanted, rows: Rows, lent: Lent, deadline_s: float) -> Iterator[int]:
         """Yield how many leading rows hold verified blocks, each time that grows. Row 0 is block `wanted.first`."""
         total = wanted.blocks - wanted.first
+        until = self._reader.after(deadline_s)
         lead, reason, spans = 0, None, wanted.spans
         for attempt in range(2):
-            for grown, reason in self._pass(wanted, spans, rows, lead, lent, deadline_s):
+            for grown, reason in self._pass(wanted, spans, rows, lead, lent, until):
                 if reason is None:
                     yield grown
                 lead = grown
             if reason is None or reason == LATE:
                 break
-            moved = self._settle(wanted, spans, wanted.first + lead, reason)
-            if moved is None or attempt:
+            spans, reason = self._settle(wanted, spans, wanted.first + lead, reason)
+            if not spans or attempt:
                 break
-            spans = moved
+        if reason is None and lead < total:
+            reason = _CUT
         self._emit(BlocksLoaded(lead, total, lead * self._codec.slot_bytes, reason))
 
     def _pass(
-        self, wanted: Wanted, spans: tuple[Span, ...], rows: Rows, lead: int, lent: Lent, deadline_s: float
+        self, wanted: Wanted, spans: tuple[Span, ...], rows: Rows, lead: int, lent: Lent, until: float
     ) -> Iterator[tuple[int, str | None]]:
         base = wanted.first + lead
         reads = plan_reads(_from(spans, base), max_slots=self._max_slots)
@@ -79,7 +86,7 @@ class BlockLoader:
         # A segment the index no longer knows ends the lead there.
         known = tuple(itertools.takewhile(lambda span: span.segment in names, reads))
         for grown, reason in self._reader.fetch(
-            known, rows[lead:], name_of=names.__getitem__, check=check, lent=lent, deadline_s=deadline_s
+            known, rows[lead:], name_of=names.__getitem__, check=check, lent=lent, until=until
         ):
             yield lead + grown, reason
             if reason is not None:
@@ -87,25 +94,27 @@ class BlockLoader:
         if len(known) < len(reads):
             yield base - wanted.first + reads[len(known)].block, "ENOENT"
 
-    def _settle(self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str) -> tuple[Span, ...] | None:
-        """Decide what a failed row means. Returns new places if the block moved, else None: it is a miss."""
+    def _settle(
+        self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str
+    ) -> tuple[tuple[Span, ...], str]:
+        """Decide what a failed row means: new places if the block moved, else none, and why it is a miss."""
         span = next(span for span in spans if span.block <= block < span.block + span.count)
         place, offset = place_of(span.segment, span.slot), block - span.block
         with self._index.read() as txn:
             life = txn.life(place)
             info = txn.segment(span.segment)
         if life is None or life.n <= offset or info is None:
-            found = self._blocks.find(wanted.blob, wanted.blocks, None, use=False)
-            return found.spans() if found.blocks > block else None
-        if reason.startswith(_UNREADABLE):
-            return None
+            found = self._blocks.find(wanted.blob, wanted.blocks, None, exact_only=wanted.exact_only, use=False)
+            return found.spans() if found.blocks > block else (), _CUT
+        if is_unreadable(reason) and reason != "ENOENT":
+            return (), reason
         if reason == "ENOENT":
             self._blocks.lose_segment(span.segment)
         else:
             key = wanted.blob[block * KEY_BYTES : (block + 1) * KEY_BYTES]
             self._blocks.quarantine(place, offset, key, reason)
             self._emit(BlockQuarantined(key, info.name(span.segment), span.slot + offset, reason))
-        return None
+        return (), reason
 
 
 def _from(spans: tuple[Span, ...], base: int) -> list[Span]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from duokv.kvstore.blockstore import MissReason
+from duokv.kvstore.walk import MissReason
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.keys import BLOCK_TOKENS, BlockKeys, Media, Namespace, TokenIds, chain_keys, token_bytes
 from duokv.kvstore.origin import Origin

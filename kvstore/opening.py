@@ -27,7 +27,7 @@ from duokv.kvstore.store import KVStore
 
 MANIFEST = "duokv.json"
 _LOCK_WAIT_S = 30.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ def open_store(
         undo.callback(index.close)
         events = EventBus()
         events.subscribe(log_warning)
-        boot = boot_id if boot_id is not None else _BOOT_ID.read_text().strip()
+        boot = boot_id if boot_id is not None else BOOT_ID.read_text().strip()
         Recovery(
             index=index, backend=backend, geometry=actual, boot_id=boot, emit=events.emit, now_s=clock.wall()
         ).run()

@@ -22,6 +22,8 @@ from duokv.kvstore.record import Row
 Rows = npt.NDArray[np.uint8]
 """`[n, slot_bytes]` uint8."""
 LATE = "deadline"
+_RAISED = "backend raised"
+_ERRNOS = frozenset(errno.errorcode.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ def plan_reads(spans: Sequence[Span], *, max_slots: int) -> tuple[Span, ...]:
     )
 
 
+def is_unreadable(reason: str) -> bool:
+    """Whether the backend gave no bytes for a block, which says nothing about the block itself."""
+    return reason in _ERRNOS or reason.startswith(_RAISED)
+
+
 class _Job:
     """One load: its reads, what came of each block, and the memory it must keep while a read is under way."""
 
@@ -60,6 +67,7 @@ class _Job:
         self.rows = rows
         self.check = check
         self.done: queue.SimpleQueue[tuple[Span, list[str | None]]] = queue.SimpleQueue()
+        self.ended = threading.Event()
         self.cancelled = False
         self._memory = lent.retain()
         self._left = reads
@@ -71,6 +79,7 @@ class _Job:
             last = self._left == 0
         if last:
             self._memory.release()
+            self.ended.set()
 
 
 class BlockReader:
@@ -83,7 +92,13 @@ class BlockReader:
         self._queue: queue.SimpleQueue[tuple[_Job, Span, str, float] | None] = queue.SimpleQueue()
         self._threads = max(1, min(threads, backend.concurrency))
         self._started: list[threading.Thread] = []
-        self._start_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._abandoned: list[_Job] = []
+        """Jobs nobody waits for any more whose reads may still write into their rows."""
+
+    def after(self, seconds: float) -> float:
+        """When `seconds` from now have passed, on the clock of `fetch`: real time, whatever clock the store has."""
+        return self._monotonic() + seconds
 
     def fetch(
         self,
@@ -93,16 +108,20 @@ class BlockReader:
         name_of: Callable[[int], str],
         check: Callable[[int, Row], str | None],
         lent: Lent,
-        deadline_s: float,
+        until: float,
     ) -> Iterator[tuple[int, str | None]]:
         """Yield (leading verified blocks, why the next one failed or None) whenever the lead grows, and at the end.
 
         `rows[i]` receives block i of the plan (`Span.block`); `check(i, row)` says why a row is not that block.
-        `lent` owns the rows' memory. Real time bounds the wait, whatever clock the store was given.
+        `lent` owns the rows' memory. until: see `after`.
         """
+        if not reads:
+            return
+        if not self._undisturbed(rows, until):
+            yield 0, LATE
+            return
         self._start()
         job = _Job(rows, check, lent, len(reads))
-        until = self._monotonic() + deadline_s
         for span in reads:
             self._queue.put((job, span, name_of(span.segment), until))
         blocks = sum(span.count for span in reads)
@@ -128,6 +147,16 @@ class BlockReader:
                 yield lead, outcome[lead]
         finally:
             job.cancelled = True
+            if not job.ended.is_set():
+                with self._lock:
+                    self._abandoned.append(job)
+
+    def _undisturbed(self, rows: Rows, until: float) -> bool:
+        """Wait for late reads of earlier jobs into the same memory: they would overwrite what was verified since."""
+        with self._lock:
+            self._abandoned = [job for job in self._abandoned if not job.ended.is_set()]
+            before = [job for job in self._abandoned if np.may_share_memory(job.rows, rows)]
+        return all(job.ended.wait(max(0.0, until - self._monotonic())) for job in before)
 
     def close(self) -> None:
         """Let idle threads end; one stuck in a backend call is left behind."""
@@ -136,7 +165,7 @@ class BlockReader:
 
     def _start(self) -> None:
         if len(self._started) < self._threads:
-            with self._start_lock:
+            with self._lock:
                 while len(self._started) < self._threads:
                     thread = threading.Thread(target=self._work, name="duokv-read", daemon=True)
                     thread.start()
@@ -148,9 +177,10 @@ class BlockReader:
             try:
                 reasons = [LATE] * span.count if job.cancelled else self._read(job, span, name, until)
             except Exception as error:  # noqa: BLE001  a backend's fault is that read's miss, never the thread's end
-                reasons = [f"backend raised {error!r}"] * span.count
-            job.done.put((span, list(reasons)))
+                reasons = [f"{_RAISED} {error!r}"] * span.count
+            # In this order: who has seen all of a job's reads may use its memory at once.
             job.finished_one()
+            job.done.put((span, list(reasons)))
             del job, item
 
     def _read(self, job: _Job, span: Span, name: str, until: float) -> list[str | None]:
@@ -158,7 +188,7 @@ class BlockReader:
         op = ReadOp(name, span.slot * self._slot_bytes, (rows.reshape(-1).data,))
         got = self._backend.read_many([op], deadline_s=max(0.0, until - self._monotonic()))[0]
         if got < 0:
-            reason = LATE if got == -errno.ETIMEDOUT else errno.errorcode.get(-got, str(-got))
+            reason = LATE if got == -errno.ETIMEDOUT else errno.errorcode.get(-got, "EIO")
             return [reason] * span.count
         whole = got // self._slot_bytes
         checked = [job.check(span.block + i, rows[i]) for i in range(min(whole, span.count))]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from duokv.kvstore.backend import Backend, Lock
-from duokv.kvstore.blockstore import BlockStore, Found, MissReason, Payload
+from duokv.kvstore.blockstore import BlockStore, Payload
 from duokv.kvstore.buffers import BufferPool, Lent
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
@@ -41,6 +41,7 @@ from duokv.kvstore.reader import BlockReader, Rows
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
 from duokv.kvstore.recovery import write_lives
 from duokv.kvstore.swa import SwaArena, SwaStats, SwaWindow
+from duokv.kvstore.walk import Found, MissReason
 
 Blocks = npt.NDArray[np.uint8] | Sequence[memoryview | bytes | npt.NDArray[np.uint8]]
 """`[n, payload_bytes]` (or wider) uint8, or one buffer of payload_bytes per block."""
@@ -63,6 +64,7 @@ class PrefixHit:
     _found: Found = field(repr=False, default=Found((), 0, None))
     _ids: bytes = field(repr=False, default=b"")
     _root: bytes = field(repr=False, default=b"")
+    _exact_only: bool = field(repr=False, default=False)
 
     def identity(self, block: int) -> BlockIdentity:
         """What block `block` of the hit must claim to be."""
@@ -166,7 +168,7 @@ class KVStore:
         name = traffic or self.blocks.default_class
         self.events.emit(PrefixLookedUp(name, hit, length - hit, found.reason, self._looked_up.seen(request_id)))
         keys = BlockKeys(blob[: found.blocks * KEY_BYTES])
-        return PrefixHit(hit, keys, found.reason, name, found, ids, root)
+        return PrefixHit(hit, keys, found.reason, name, found, ids, root, require is Origin.EXACT)
 
     def load(self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None) -> int:
         """Read blocks `first_block`.. of a hit into `out` and return how many leading rows hold verified blocks.
@@ -194,7 +196,7 @@ class KVStore:
             return iter(())
         last = spans[-1]
         spans = (*spans[:-1], dataclasses.replace(last, count=min(last.count, blocks - last.block)))
-        wanted = Wanted(hit.keys.blob, blocks, first_block, spans, hit.identity)
+        wanted = Wanted(hit.keys.blob, blocks, first_block, spans, hit.identity, hit._exact_only)
         seconds = self.config.read_deadline_s if deadline_s is None else deadline_s
         return self._stream(wanted, out, seconds)
 

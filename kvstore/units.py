@@ -82,7 +82,7 @@ def format_duration(seconds: float | None) -> str:
     """Return a duration in the largest unit that keeps it whole ('3d', '90m', '500ms'); `parse_duration` reads it."""
     if seconds is None:
         return UNBOUNDED
-    for unit, length in reversed(_DURATIONS.items()):
+    for unit, length in reversed(list(_DURATIONS.items())):
         number = Fraction(repr(float(seconds))) / length
         if number.denominator == 1 and number:
             return f"{int(number)}{unit}"

@@ -3,14 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from duokv.kvstore.extent import Cutoffs, Life
+from duokv.kvstore.extent import PLACE, Cutoffs, Life
 from duokv.kvstore.index import Hop, IndexTxn, is_approx
+from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.lives import LifeCache
 from duokv.kvstore.origin import Origin
+from duokv.kvstore.reader import Span
 
 Runs = list[tuple[int, int]]
 """[(first block, blocks)], rising and apart."""
+
+
+MissReason = Literal["absent", "expired", "approx", "index"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The leading blocks of a prompt that are stored and alive, and why the next one is not.
+
+    held: (8-byte place, life, leading blocks of it that the prompt has) per extent. version: the index's when they were
+    found. tail: key of the last block if these are all the blocks stored of the prompt and all exact, else None.
+    """
+
+    held: tuple[tuple[bytes, Life, int], ...]
+    blocks: int
+    reason: MissReason | None
+    version: int = -1
+    tail: bytes | None = None
+
+    def spans(self) -> tuple[Span, ...]:
+        """Where the blocks are."""
+        spans = []
+        block = 0
+        for place, _, count in self.held:
+            segment, slot = PLACE.unpack(place)
+            spans.append(Span(segment, slot, block, count))
+            block += count
+        return tuple(spans)
+
+    def still_holds(self, version: int, blob: bytes, blocks: int) -> bool:
+        """Whether a commit of a prompt's first `blocks` blocks may take this for its own walk's beginning."""
+        if not self.held or self.version != version or self.tail is None or blocks < self.blocks:
+            return False
+        _, life, count = self.held[-1]
+        at = self.blocks * KEY_BYTES
+        return (count == life.n or blocks == self.blocks) and blob[at - KEY_BYTES : at] == self.tail
 
 
 @dataclass(slots=True)
@@ -28,12 +67,17 @@ class CommitWalk:
 
 
 def walk_for_commit(
-    txn: IndexTxn, cache: LifeCache, blob: bytes, blocks: int, first: int, origin: Origin
-) -> CommitWalk:
+    txn: IndexTxn, cache: LifeCache, blob: bytes, blocks: int, first: int, origin: Origin,
+    known: Found | None = None, version: int = -1,
+) -> CommitWalk:  # fmt: skip
     """Find what is stored of a prompt's first `blocks` blocks, and what a commit from block `first` on must write."""
     walk = CommitWalk([], [], [], 0)
     reachable = True
     block = 0
+    if known is not None and known.still_holds(version, blob, blocks):
+        walk.hops.extend(known.held)
+        block = known.blocks
+        walk.present = max(0, block - first)
     while block < blocks:
         hops = txn.walk(blob, block, blocks)
         if not hops:

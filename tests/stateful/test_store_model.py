@@ -1,0 +1,204 @@
+"""The block store against MemStore, through closes, crashes and rebuilds."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from store_kit import (
+    GEOMETRY,
+    NS,
+    POLICY,
+    Hands,
+    census,
+    check_space,
+    config,
+    die,
+    open_test_store,
+    payloads,
+    prompt,
+    set_policy,
+)
+
+from duokv.connectors.fs_memory import MemoryBackend
+from duokv.kvstore.extent import PREFIX_BYTES, stamp_s
+from duokv.kvstore.keys import BlockKeys, chain_keys
+from duokv.kvstore.memstore import MemStore
+from duokv.kvstore.origin import Origin
+from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, ClassRule, Policy
+from duokv.kvstore.store import KVStore, PrefixHit
+
+POLICIES = [
+    POLICY,
+    Policy({"brief": ClassRule(3.0), "long": ClassRule(100.0), "keep": ClassRule(20.0)}, "brief"),
+    Policy({"brief": ClassRule(None), "long": ClassRule(5.0), "keep": ClassRule(None)}, "long"),
+    Policy({"brief": ClassRule(0.0), "keep": ClassRule(None)}, "brief"),
+]
+paths = st.lists(st.integers(0, 1), max_size=7).map(tuple)
+classes = st.sampled_from(["brief", "long", "keep", None])
+origins = st.sampled_from(list(Origin))
+Path_ = tuple[int, ...]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Every verb in any order, on prompts that share prefixes. What is stored must equal the model after each step."""
+
+    can_punch = True
+
+    @initialize(
+        capacity=st.sampled_from([None, 4, 9]), flush_s=st.sampled_from([0.0, 1.0, 1e6]), keep=st.integers(1, 3)
+    )
+    def open(self, capacity: int | None, flush_s: float, keep: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="duokv-test-"))
+        self.hands = Hands()
+        self.settings = config(capacity_blocks=capacity, use_flush_s=flush_s)
+        self.backend = MemoryBackend(can_punch=self.can_punch)
+        self.serial = 0
+        self.boots = 0
+        self.written: dict[bytes, set[bytes]] = {}
+        self.hits: list[PrefixHit] = []
+        self.store = self.opened()
+        self.model = MemStore(POLICY, clock=self.hands.clock, capacity_blocks=capacity)
+
+    def opened(self) -> KVStore:
+        # Uses are ordered within a process; between two of them only time tells.
+        self.hands.now += 1.0
+        return open_test_store(
+            self.backend, self.folder / "index", self.hands, self.settings, boot_id=f"boot {self.boots}"
+        )
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            die(self.store)
+            shutil.rmtree(self.folder)
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 11.0, 101.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.hands.now += seconds
+
+    @rule(path=paths, tail=st.sampled_from([0, 1, 127]), traffic=classes, require=st.sampled_from([None, *Origin]))
+    def lookup(self, path: Path_, tail: int, traffic: str | None, require: Origin | None) -> None:
+        traffic = self.known(traffic)
+        hit = self.store.lookup(NS, prompt(path, tail), traffic, require=require)
+        expected = self.model.lookup(NS, prompt(path, tail), traffic, require=require)
+        assert (hit.tokens, hit.keys, hit.miss_reason) == (expected.tokens, expected.keys, expected.miss_reason)
+        self.check_load(hit, expected)
+        self.hits = [*self.hits[-4:], hit]
+
+    @rule(path=paths, first=st.integers(0, 7), traffic=classes, origin=origins)
+    def commit(self, path: Path_, first: int, traffic: str | None, origin: Origin) -> None:
+        traffic = self.known(traffic)
+        first = min(first, len(path))
+        self.serial += 1
+        blocks = payloads(path, first, self.serial)
+        for key, block in zip(chain_keys(NS, prompt(path))[first:], blocks, strict=True):
+            self.written.setdefault(key, set()).add(block)
+        done = self.store.commit(NS, prompt(path), blocks, first_block=first, traffic=traffic, origin=origin)
+        model = self.model.commit(NS, prompt(path), blocks, first_block=first, traffic=traffic, origin=origin)
+        assert (done.new, done.present, done.dropped) == (model.new, model.present, model.dropped)
+
+    @rule(path=paths, ttl_s=st.sampled_from([0.0, 5.0, 1000.0]))
+    def pin(self, path: Path_, ttl_s: float) -> None:
+        keys = chain_keys(NS, prompt(path))
+        assert self.store.pin(keys, ttl_s=ttl_s) == self.model.pin(keys, ttl_s=ttl_s)
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def set_policy(self, policy: Policy) -> None:
+        self.model.policy = set_policy(self.store, policy)
+
+    @rule(flush=st.booleans())
+    def keep_house(self, flush: bool) -> None:
+        if flush:
+            self.store.flush()
+        else:
+            self.store.maintain()
+            self.model.maintain()
+
+    @rule()
+    def load_old_hits(self) -> None:
+        """What a lookup promised earlier may be gone by now, or moved, or replaced; it is never wrong."""
+        for hit in self.hits:
+            self.check_bytes(hit, self.store)
+
+    @rule(how=st.sampled_from(["close", "crash", "rebuild", "crash and rebuild"]), reboot=st.booleans())
+    def restart(self, how: str, reboot: bool) -> None:
+        """Another process opens the store after a clean close or a crash, with the index as it was or without one.
+
+        A crash takes uses that were not flushed. A rebuild finds what was stored and is whole.
+        """
+        clean, rebuild = not how.startswith("crash"), how.endswith("rebuild")
+        self.store.close() if clean else die(self.store)
+        self.backend = self.backend.crash_clone(1.0, random.Random(0))
+        if rebuild:
+            shutil.rmtree(self.folder / "index")
+        self.boots += reboot and (clean or rebuild)
+        self.store = self.opened()
+        found = set(census(self.store).blocks)
+        before = {key[:PREFIX_BYTES] for key in self.model.blocks}
+        if clean or not rebuild:
+            assert found == before
+        else:
+            assert found <= (before if self.can_punch else {key[:PREFIX_BYTES] for key in self.written})
+        if rebuild or not clean:
+            self.adopt()
+
+    @invariant()
+    def same_blocks(self) -> None:
+        found = census(self.store)
+        expected = {key[:PREFIX_BYTES]: block.origin for key, block in self.model.blocks.items()}
+        assert {prefix: held.origin for prefix, held in found.blocks.items()} == expected
+
+    @invariant()
+    def space_is_what_it_says(self) -> None:
+        check_space(self.store, self.backend)
+
+    def known(self, traffic: str | None) -> str | None:
+        return traffic if traffic in self.model.policy.classes else None
+
+    def check_load(self, hit: PrefixHit, expected: PrefixHit) -> None:
+        want = np.zeros((len(hit.keys), GEOMETRY.payload_bytes), np.uint8)
+        self.model.load(expected, want)
+        with self.store.buffers(len(hit.keys)) as lent:
+            assert self.store.load(hit, lent.rows) == len(hit.keys)
+            assert np.array_equal(lent.rows[:, : GEOMETRY.payload_bytes], want)
+
+    def check_bytes(self, hit: PrefixHit, store: KVStore) -> None:
+        rows = np.zeros((len(hit.keys), GEOMETRY.payload_bytes), np.uint8)
+        for i in range(store.load(hit, rows)):
+            assert rows[i].tobytes() in self.written[hit.keys[i]]
+
+    def adopt(self) -> None:
+        """Give the model the store's blocks and last uses, where a crash took some."""
+        found = census(self.store).blocks
+        order = {stamp: i for i, stamp in enumerate(sorted({s for held in found.values() for s in held.stamps.values()}))}
+        self.model._order = len(order)
+        names = {number: name for name, number in self.model.policy.ids.items()}
+        for path, key in self.all_keys():
+            held = found.get(key[:PREFIX_BYTES])
+            block = self.model.blocks.get(key)
+            if held is None:
+                self.model.blocks.pop(key, None)
+                continue
+            assert block is not None
+            uses = {number: (stamp_s(stamp), order[stamp]) for number, stamp in held.stamps.items()}
+            block.pinned_until = uses.pop(PIN_CLASS, (0.0, 0))[0]
+            block.born = uses.pop(BORN_CLASS)
+            block.uses = {names[number]: use for number, use in uses.items()}
+
+    def all_keys(self) -> list[tuple[int, bytes]]:
+        return list(enumerate(self.written))
+
+
+class WithoutPunch(StoreMachine):
+    """The same where space comes back with whole files only."""
+
+    can_punch = False
+
+
+TestStore = StoreMachine.TestCase
+TestWithoutPunch = WithoutPunch.TestCase

@@ -1,0 +1,270 @@
+"""Reading: plans of large reads, and verified rows in time or not at all."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duokv.connectors.fs_faulty import Fail, Fault, FaultyBackend, Shorten, Stall
+from duokv.connectors.fs_memory import MemoryBackend
+from duokv.kvstore.backend import ReadOp
+from duokv.kvstore.buffers import BufferPool, Lent
+from duokv.kvstore.reader import LATE, BlockReader, Rows, Span, is_unreadable, plan_reads
+from duokv.kvstore.record import Row
+
+SLOT = 4096
+LONG_S = 600.0
+"""A deadline nobody waits for."""
+SHORT_S = 0.05
+
+# Plans
+
+SPANS = st.lists(st.builds(Span, st.integers(1, 2), st.integers(0, 20), st.just(0), st.integers(1, 6)), max_size=6)
+
+
+def placed(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """(segment, slot, block) of every block."""
+    return [(span.segment, span.slot + i, span.block + i) for span in spans for i in range(span.count)]
+
+
+def continues(one: Span, other: Span) -> bool:
+    return (one.segment, one.slot + one.count, one.block + one.count) == (other.segment, other.slot, other.block)
+
+
+@given(SPANS, st.integers(1, 8))
+def test_a_plan_reads_each_block_once_in_as_few_reads_as_it_may(spans: list[Span], max_slots: int) -> None:
+    at = 0
+    for i, span in enumerate(spans):
+        spans[i] = Span(span.segment, span.slot, at, span.count)
+        at += span.count
+    reads = plan_reads(spans, max_slots=max_slots)
+    assert placed(reads) == placed(spans)
+    assert all(1 <= read.count <= max_slots for read in reads)
+    assert all(one.count == max_slots for one, other in itertools.pairwise(reads) if continues(one, other))
+
+
+def test_neighbours_in_the_file_but_not_in_the_prompt_are_read_apart() -> None:
+    apart = (Span(1, 0, 0, 2), Span(1, 2, 4, 2))
+    assert plan_reads(apart, max_slots=9) == apart
+    assert plan_reads((Span(1, 0, 0, 2), Span(1, 2, 2, 2)), max_slots=9) == (Span(1, 0, 0, 4),)
+
+
+# Reads
+
+
+class TwoAtOnce(FaultyBackend):
+    """Memory that is read by two threads."""
+
+    @property
+    def concurrency(self) -> int:
+        return 2
+
+
+class World:
+    """A reader, and a file whose slot i is filled with i + 1."""
+
+    def __init__(self) -> None:
+        self.backend = TwoAtOnce(MemoryBackend())
+        writer = self.backend.create("seg/a", 8 * SLOT)
+        writer.write(0, [memoryview(bytes([i + 1]) * SLOT) for i in range(8)])
+        writer.seal(8 * SLOT)
+        self.pool = BufferPool(1 << 20)
+        self.reader = BlockReader(self.backend, threads=4, slot_bytes=SLOT, monotonic=time.monotonic)
+
+    def close(self) -> None:
+        """Return once all that was asked for has been read."""
+        self.reader.close()
+        for thread in self.reader._started:
+            thread.join()
+
+    def fetch(
+        self, lent: Lent, reads: Sequence[Span], *, deadline_s: float = LONG_S, name: str = "seg/a"
+    ) -> list[tuple[int, str | None]]:
+        """Read and check that row i holds the slot that the plan says."""
+        slots = {block: slot for _, slot, block in placed(reads)}
+
+        def check(block: int, row: Row) -> str | None:
+            return None if (row == slots[block] + 1).all() else "another block"
+
+        return list(self.stream(lent, reads, check, deadline_s, name))
+
+    def stream(
+        self, lent: Lent, reads: Sequence[Span], check: Callable[[int, Row], str | None], deadline_s: float, name: str
+    ) -> Iterator[tuple[int, str | None]]:
+        rows: Rows = lent.rows
+        until = self.reader.after(deadline_s)
+        return self.reader.fetch(reads, rows, name_of=lambda _: name, check=check, lent=lent, until=until)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+TWO = (Span(1, 4, 0, 2), Span(1, 0, 2, 2))
+
+
+def test_every_read_lands_in_its_rows(world: World) -> None:
+    with world.pool.lend(4, SLOT) as lent:
+        told = world.fetch(lent, TWO)
+        assert [int(row[0]) for row in lent.rows] == [5, 6, 1, 2]
+    assert told[-1] == (4, None)
+    assert all(reason is None for _, reason in told)
+    assert [lead for lead, _ in told] == sorted({lead for lead, _ in told})
+
+
+def test_the_lead_waits_for_the_first_read_whatever_ends_first(world: World) -> None:
+    second_checked = threading.Event()
+
+    def check(block: int, _: Row) -> str | None:
+        if block == 0:
+            second_checked.wait()
+        elif block == 3:
+            second_checked.set()
+        return None
+
+    with world.pool.lend(4, SLOT) as lent:
+        told = list(world.stream(lent, TWO, check, LONG_S, "seg/a"))
+    assert told[-1] == (4, None)
+    assert told[0][0] >= 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "lead"),
+    [
+        (Fail(kind="read", nth=2), "EIO", 2),
+        (Fail(kind="read", nth=2, errno=errno.ESTALE), "ESTALE", 2),
+        (Fail(kind="read", nth=2, errno=errno.ETIMEDOUT), LATE, 2),
+        (Shorten(kind="read", nth=2, nbytes=2 * SLOT - 1), "short read", 3),
+        (Shorten(kind="read", nth=1, nbytes=0), "short read", 0),
+    ],
+)
+def test_a_failed_read_ends_the_lead_and_says_why(world: World, fault: Fault, reason: str, lead: int) -> None:
+    world.backend.inject(fault)
+    # One thread after the other, so that the second read is the second.
+    reader = BlockReader(world.backend, threads=1, slot_bytes=SLOT, monotonic=time.monotonic)
+    world.reader, other = reader, world.reader
+    other.close()
+    with world.pool.lend(4, SLOT) as lent:
+        assert world.fetch(lent, TWO)[-1] == (lead, reason)
+
+
+def test_a_row_that_does_not_verify_ends_the_lead(world: World) -> None:
+    with world.pool.lend(4, SLOT) as lent:
+        told = list(world.stream(lent, (Span(1, 0, 0, 4),), lambda block, _: "bad" if block == 2 else None, 9, "seg/a"))
+    assert told == [(2, None), (2, "bad")]
+
+
+def test_a_missing_file_is_a_reason(world: World) -> None:
+    with world.pool.lend(4, SLOT) as lent:
+        assert world.fetch(lent, TWO, name="seg/b") == [(0, "ENOENT")]
+
+
+def test_a_backend_that_raises_is_a_miss_and_the_thread_lives(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(ops: Sequence[ReadOp], *, deadline_s: float) -> list[int]:
+        raise ZeroDivisionError
+
+    with world.pool.lend(4, SLOT) as lent:
+        with monkeypatch.context() as patched:
+            patched.setattr(world.backend, "read_many", broken)
+            for _ in range(4):
+                ((lead, reason),) = world.fetch(lent, TWO)
+                assert lead == 0
+                assert reason is not None
+                assert is_unreadable(reason)
+        assert world.fetch(lent, TWO)[-1] == (4, None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "unreadable"),
+    [("EIO", True), ("ENOENT", True), ("ESTALE", True), ("checksum", False), ("short read", False), (LATE, False)],
+)
+def test_no_bytes_are_told_from_wrong_bytes(reason: str, unreadable: bool) -> None:
+    assert is_unreadable(reason) is unreadable
+
+
+# Deadlines
+
+
+def test_a_blocked_backend_is_late_and_its_memory_waits_for_it(world: World) -> None:
+    gate = threading.Event()
+    world.backend.inject(Stall(kind="read", until=gate, lasting=True))
+    lent = world.pool.lend(4, SLOT)
+    rows = lent.rows
+    rows[:] = 0xEE
+    assert world.fetch(lent, TWO, deadline_s=SHORT_S) == [(0, LATE)]
+    lent.release()
+    assert world.pool.idle_bytes == 0, "a read that may still write into it holds the memory"
+    with world.pool.lend(4, SLOT) as other:
+        assert not np.may_share_memory(other.rows, rows)
+        world.backend.heal()
+        gate.set()
+        assert world.fetch(other, TWO)[-1] == (4, None)
+    world.close()
+    assert [int(row[0]) for row in rows] == [5, 6, 1, 2], "late reads land in their own memory"
+    assert world.pool.idle_bytes > 0
+
+
+def test_rows_a_late_read_may_still_write_into_are_not_read_into(world: World) -> None:
+    """A second load into the same rows would verify, and then be overwritten."""
+    gate = threading.Event()
+    world.backend.inject(Stall(kind="read", until=gate))
+    with world.pool.lend(4, SLOT) as lent:
+        old, new = (Span(1, 0, 0, 1),), (Span(1, 7, 0, 1),)
+        assert world.fetch(lent, old, deadline_s=SHORT_S) == [(0, LATE)]
+        assert world.fetch(lent, new, deadline_s=SHORT_S) == [(0, LATE)], "rows that may change are no hit"
+        gate.set()
+        assert world.fetch(lent, new) == [(1, None)]
+        assert (lent.rows[0] == 8).all()
+
+
+def test_disjoint_rows_of_one_buffer_do_not_wait_for_each_other(world: World) -> None:
+    gate = threading.Event()
+    world.backend.inject(Stall(kind="read", until=gate))
+    with world.pool.lend(2, SLOT) as lent:
+        for row, slot, told in ((0, 3, (0, LATE)), (1, 5, (1, None))):
+            rows, until = lent.rows[row : row + 1], world.reader.after(SHORT_S if row == 0 else LONG_S)
+            reads = (Span(1, slot, 0, 1),)
+            assert [told] == list(
+                world.reader.fetch(
+                    reads, rows, name_of=lambda _: "seg/a", check=lambda *_: None, lent=lent, until=until
+                )
+            )
+        gate.set()
+
+
+def test_reads_that_were_not_begun_when_the_caller_left_are_not_made(world: World) -> None:
+    gate = threading.Event()
+    world.backend.inject(Stall(kind="read", until=gate, lasting=True))
+    with world.pool.lend(8, SLOT) as lent:
+        assert world.fetch(lent, plan_reads((Span(1, 0, 0, 8),), max_slots=1), deadline_s=SHORT_S) == [(0, LATE)]
+        gate.set()
+        world.backend.heal()
+        assert world.fetch(lent, (Span(1, 0, 0, 1),)) == [(1, None)]
+    assert sum(operation.kind == "read" for operation in world.backend.log) <= 2 + 1
+
+
+def test_an_empty_plan_says_nothing_and_keeps_no_memory(world: World) -> None:
+    lent = world.pool.lend(4, SLOT)
+    assert world.fetch(lent, ()) == []
+    lent.release()
+    assert world.pool.idle_bytes > 0
+
+
+def test_closing_ends_the_threads(world: World) -> None:
+    before = set(threading.enumerate())
+    with world.pool.lend(4, SLOT) as lent:
+        world.fetch(lent, TWO)
+    assert len(set(threading.enumerate()) - before) == 2, "no more threads than the backend can use"
+    world.close()
+    assert set(threading.enumerate()) <= before
