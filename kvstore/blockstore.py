@@ -164,6 +164,7 @@ class BlockStore:
                 elif self._due(stamp):
                     self.flush_uses()
             except (OSError, lmdb.Error) as error:
+                self.space.forget_unpublished()
                 self._emit(StoreFailed("commit", str(error)))
         done = Committed(stored, present, blocks - first - present - stored)
         name = traffic or self.default_class
@@ -192,9 +193,6 @@ class BlockStore:
         pieces = self._pieces(head_of_runs(walk.runs, granted), class_id)
         if payload is not None and not self._write_pieces(pieces, payload, origin, class_id):
             return 0
-        if self._config.fsync == "always":
-            for piece, _ in pieces:
-                piece.writer.sync()
         freed = Freed()
         stored = 0
         with self._state, self._index.write() as txn:
@@ -237,6 +235,8 @@ class BlockStore:
                         self._codec.seal(row, payload.identity(block + at + i), origin, class_id, stored_at)
                     try:
                         piece.writer.write(piece.slot + at, rows.reshape(-1).data)
+                        if self._config.fsync == "always" and at + len(rows) == piece.count:
+                            piece.writer.sync()
                     except OSError as error:
                         self._emit(StoreFailed(piece.writer.name, str(error)))
                         for writer in {piece.writer.number: piece.writer for piece, _ in pieces}.values():

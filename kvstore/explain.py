@@ -43,7 +43,7 @@ class BlockView:
     key: 64 hex digits, 32 if the slot could not be read. keeper: the class that keeps it longest, "(pin)" for a pin,
     None if no class ever used it. until_s: when it goes (went, if not alive), None never. pinned_until_s: None if never
     pinned. stored_s: when its life began. file_offset: bytes. content: "whole", or what is wrong with the slot.
-    parent: the key before it, 64 hex digits, None if the slot could not be read.
+    parent: the key before it, 64 hex digits, None for a first block or if the slot could not be read.
     """
 
     key: str
@@ -223,7 +223,8 @@ def _block_view(
         extent_slot=extent.first_slot,
         extent_blocks=life.n,
         content="whole" if whole else str(trailer),
-        parent=trailer.identity.parent.hex() if isinstance(trailer, Trailer) else None,
+        # The first block's parent is the tenant's root, from which keys could be guessed.
+        parent=trailer.identity.parent.hex() if isinstance(trailer, Trailer) and chain_pos else None,
     )
 
 

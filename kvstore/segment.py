@@ -7,6 +7,7 @@ a crash left a segment without one.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
@@ -90,6 +91,8 @@ class SegmentWriter:
         self.info = info
         self.next_slot = 0
         self.unsynced = False
+        self.doubtful = False
+        """Whether a sync failed, after which another one that succeeds says nothing."""
         self.unpublished = 0
         """Bytes reserved that the index does not count yet."""
         self._geometry = geometry
@@ -101,6 +104,11 @@ class SegmentWriter:
     def room(self) -> int:
         """Slots left."""
         return self.info.slots - self.next_slot
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was published."""
+        return not self._entries
 
     @property
     def reserved_bytes(self) -> int:
@@ -148,14 +156,20 @@ class SegmentWriter:
     def sync(self) -> None:
         """Make the slots written so far durable."""
         if self.unsynced:
+            self._sync()
+
+    def _sync(self) -> None:
+        try:
             self._writer.sync()
-            self.unsynced = False
+        except OSError:
+            self.doubtful = self.unsynced
+            raise
+        self.unsynced = False
 
     def seal(self, *, durable: bool) -> int:
         """Write the footer and close the file; returns the file's length."""
-        length = seal_file(self._writer, self._entries, self.next_slot, self._geometry, durable=durable)
-        self.unsynced = False
-        return length
+        sync = self._sync if durable else None
+        return seal_file(self._writer, self._entries, self.next_slot, self._geometry, sync=sync)
 
     def abort(self) -> None:
         """Remove the file."""
@@ -163,16 +177,20 @@ class SegmentWriter:
 
 
 def seal_file(
-    writer: Writer, entries: list[tuple[int, Extent]], used: int, geometry: CacheGeometry, *, durable: bool
-) -> int:
-    """Finish a segment file: footer after its last slot, the preallocated rest cut off. Returns its length."""
+    writer: Writer, entries: list[tuple[int, Extent]], used: int, geometry: CacheGeometry, *,
+    sync: Callable[[], None] | None,
+) -> int:  # fmt: skip
+    """Finish a segment file: footer after its last slot, the preallocated rest cut off. Returns its length.
+
+    sync: what makes the file durable, None if it need not be.
+    """
     footer = encode_footer(entries, used, geometry)
     memory = aligned(len(footer))
     memory[:] = footer
     at = used * geometry.slot_bytes
     writer.write(at, [memory])
-    if durable:
-        writer.sync()
+    if sync is not None:
+        sync()
     writer.seal(at + len(footer))
     return at + len(footer)
 

@@ -77,6 +77,8 @@ class Space:
         self._active: dict[int, SegmentWriter] = {}
         self._full: list[SegmentWriter] = []
         """Segments without room left whose last slots may not be published yet."""
+        self._unsealed: list[SegmentWriter] = []
+        """Segments whose sealing failed."""
         self._queue: VictimQueue | None = None
         self._queue_built = (0, 0, 0.0)
         self.segment_slots = max(1, config.effective_segment_bytes // self._slot)
@@ -200,7 +202,16 @@ class Space:
     def seal_full(self) -> None:
         """Seal segments that have no room left, now that their slots are published."""
         while self._full:
-            self._seal(self._full.pop())
+            self._try_seal(self._full.pop())
+
+    def _try_seal(self, writer: SegmentWriter) -> None:
+        try:
+            self._seal(writer)
+        except OSError as error:
+            self._emit(Degraded(writer.name, f"could not be sealed, a later flush tries again: {error}"))
+            self._unsealed.append(writer)
+            if writer.doubtful:
+                self.lose(writer.number)
 
     def _seal(self, writer: SegmentWriter) -> None:
         """Finish a segment: footer, durable unless fsync is off, then marked in the index."""
@@ -221,28 +232,49 @@ class Space:
 
     def abandon(self, writer: SegmentWriter) -> None:
         """Give up a segment after a failed write: what was published stays, what was not is cut off."""
-        self._active = {class_id: active for class_id, active in self._active.items() if active is not writer}
-        self._full = [full for full in self._full if full is not writer]
         writer.forget_unpublished()
-        try:
-            self._seal(writer)
-        except OSError as error:
-            self._emit(Degraded(writer.name, f"left unsealed: {error}"))
+        if writer.empty:
+            self.lose(writer.number)
+            return
+        self._let_go(writer)
+        self._try_seal(writer)
+
+    def forget_unpublished(self) -> None:
+        """Take slots back that a commit was given and did not publish."""
+        for writer in self._writers():
+            writer.forget_unpublished()
 
     def flush(self) -> None:
-        """Make every written slot durable, then the index that points at them."""
+        """Make every written slot durable, then the index that points at them.
+
+        OSError if that fails; the segment is then given up, as nothing later could tell what of it is durable.
+        """
+        failed: OSError | None = None
         for writer in self._writers():
-            writer.sync()
+            try:
+                writer.sync()
+            except OSError as error:
+                failed = error
+                self.lose(writer.number)
+        self._seal_again()
         self._index.sync()
+        if failed is not None:
+            raise failed
+
+    def _seal_again(self) -> None:
+        waiting, self._unsealed = self._unsealed, []
+        for writer in waiting:
+            self._try_seal(writer)
 
     def close(self) -> None:
-        """Seal all active segments."""
+        """Seal all active segments; the next open finishes what cannot be sealed now."""
         self.seal_full()
+        self._seal_again()
         while self._active:
-            self._seal(self._active.popitem()[1])
+            self._try_seal(self._active.popitem()[1])
 
     def _writers(self) -> list[SegmentWriter]:
-        return [*self._active.values(), *self._full]
+        return [*self._active.values(), *self._full, *self._unsealed]
 
     # -- reclaim -----------------------------------------------------------------------------------------------------
 
@@ -366,10 +398,15 @@ class Space:
             txn.drop_segment(number)
         for writer in self._writers():
             if writer.number == number:
-                self._active = {class_id: active for class_id, active in self._active.items() if active is not writer}
-                self._full = [full for full in self._full if full is not writer]
+                self._let_go(writer)
                 writer.abort()
-        self._emit(BlocksEvicted(blocks, "lost"))
+        if blocks:
+            self._emit(BlocksEvicted(blocks, "lost"))
+
+    def _let_go(self, writer: SegmentWriter) -> None:
+        self._active = {class_id: active for class_id, active in self._active.items() if active is not writer}
+        self._full = [full for full in self._full if full is not writer]
+        self._unsealed = [unsealed for unsealed in self._unsealed if unsealed is not writer]
 
     def release(self, freed: Freed) -> None:
         """Give space back on the backend; after the index has let go of it, never before."""

@@ -31,6 +31,11 @@ class World:
         self._opened.append(store)
         return store
 
+    def fresh(self, backend: Backend, settings: StoreConfig | None = None) -> KVStore:
+        """The same with a new index."""
+        self._index = self._index.with_name(f"index-{len(self._opened)}")
+        return self.on(backend, settings)
+
     def on_files(self, settings: StoreConfig | None = None, backend: Backend | None = None) -> KVStore:
         """Open the store at `root`, an index beside its data."""
         store = open_store(

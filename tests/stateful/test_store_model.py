@@ -39,7 +39,9 @@ POLICIES = [
     Policy({"brief": ClassRule(None), "long": ClassRule(5.0), "keep": ClassRule(None)}, "long"),
     Policy({"brief": ClassRule(0.0), "keep": ClassRule(None)}, "brief"),
 ]
-paths = st.lists(st.integers(0, 1), max_size=7).map(tuple)
+# Few enough that prompts meet often: a trunk, branches off it at several depths, and a stranger.
+PATHS = [path[:n] for path in [(0,) * 8, (0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 0, 1, 1), (2, 2)] for n in range(len(path) + 1)]
+paths = st.sampled_from(sorted(set(PATHS)))
 classes = st.sampled_from(["brief", "long", "keep", None])
 origins = st.sampled_from(list(Origin))
 Path_ = tuple[int, ...]
