@@ -163,7 +163,7 @@ def document(title: str, subtitle: str, body: Sequence[str], footer: str) -> str
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body><main>"
-        f'<h1>{escape(title)}</h1><p class="faint">{subtitle}</p>\n'
+        f'<h1>{escape(title)}</h1><p class="faint">{escape(subtitle)}</p>\n'
         + "\n".join(body)
         + f"\n<footer>{escape(footer)}</footer></main></body></html>\n"
     )

@@ -75,8 +75,9 @@ class MemoryBackend:
 
     def list(self, prefix: str) -> builtins.list[FileInfo]:
         """See `Backend.list`."""
+        check_prefix(prefix)
         with self._mutex:
-            names = sorted(name for name in self._files if name.startswith(check_prefix(prefix)))
+            names = sorted(name for name in self._files if name.startswith(prefix))
             return [FileInfo(name, self._files[name].size, self._files[name].allocated) for name in names]
 
     def remove(self, name: str) -> None:

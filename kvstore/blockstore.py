@@ -6,7 +6,6 @@ the index points at it; a crash between leaves garbage that the next open sweeps
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -120,9 +119,9 @@ class BlockStore:
             hops = txn.walk(blob, 0, blocks)
             reached = hops[-1][0] + hops[-1][4] if hops else 0
             reason: MissReason | None = None if reached == blocks else "absent"
-            if exact_only:
-                exact = list(itertools.takewhile(lambda hop: not is_approx(hop[2]), hops))
-                hops, reason = exact, reason if len(exact) == len(hops) else "approx"
+            exact = next((hop[0] for hop in hops if is_approx(hop[2])), reached)
+            if exact_only and exact < reached:
+                hops, reason = [hop for hop in hops if hop[0] < exact], "approx"
             held = [(place, self._cache.get(place, raw), count) for _, place, _, raw, count in hops]
             alive, part = alive_lead(held, Cutoffs(policy, now_s))
             if alive < len(held):
@@ -132,9 +131,9 @@ class BlockStore:
             if use and held:
                 self._cache.use_whole(held, class_id, self._stamps.next(now_s))
             found_blocks = sum([count for _, _, count in held])
-            whole = reason in (None, "absent") and not any(is_approx(hop[2]) for hop in hops)
+            whole = reason in (None, "absent") and exact == reached
             tail = blob[(found_blocks - 1) * KEY_BYTES : found_blocks * KEY_BYTES] if whole else None
-        return Found(tuple(held), found_blocks, reason, version, tail)
+        return Found(tuple(held), found_blocks, reason, version, tail, min(exact, found_blocks))
 
     # -- commit ------------------------------------------------------------------------------------------------------
 

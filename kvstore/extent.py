@@ -84,6 +84,13 @@ class Extent:
         """The extent's identity."""
         return place_of(self.segment, self.first_slot)
 
+    def rest(self, start: int) -> Extent:
+        """The blocks from `start` on as an extent of their own."""
+        return Extent(
+            self.segment, self.first_slot + start, self.chain_pos + start, self.class_id, self.origin,
+            self.prefixes[start * PREFIX_BYTES :],
+        )  # fmt: skip
+
     def encode(self) -> bytes:
         """The record's bytes (FORMAT.md)."""
         head = _EXTENT.pack(self.segment, self.first_slot, self.blocks, self.chain_pos, self.class_id, self.origin, 0)

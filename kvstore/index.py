@@ -193,9 +193,13 @@ class IndexTxn:
                 b"totals", (old_allocated + allocated).to_bytes(8, "little") + (old_live + live).to_bytes(8, "little")
             )
 
+    def peek_segment(self) -> int:
+        """The segment number to be handed out next."""
+        return int.from_bytes(self.meta(b"next_segment") or b"\x01", "little")
+
     def next_segment(self) -> int:
         """Hand out a segment number that was never used before in this store's index."""
-        number = int.from_bytes(self.meta(b"next_segment") or b"\x01", "little")
+        number = self.peek_segment()
         self.put_meta(b"next_segment", (number + 1).to_bytes(4, "little"))
         return number
 

@@ -41,6 +41,8 @@ from duokv.kvstore.policybook import PolicyBook
 from duokv.kvstore.recovery import take_lock
 
 _LOCK_WAIT_S = 10.0
+_META_BYTES = 152
+_NO_PAGE = (1 << 64) - 1
 _BROKEN = (lmdb.Error, struct.error, ValueError, msgspec.MsgspecError)
 
 
@@ -174,24 +176,28 @@ def boot_id() -> str:
 
 
 def check_index(place: Path) -> None:
-    """StoreError unless an index file is there with all its pages: a read past its end would kill the process.
+    """StoreError unless an index file is there and holds the roots of its trees: a read past its end kills the process.
 
-    Layout of LMDB's two meta pages (lmdb 0.9, mdb.c): page size at byte 40, last page at 136, transaction at 144.
+    Layout of LMDB's two meta pages (mdb.c of lmdb 0.9): page size at byte 40, the roots of the free list and of the
+    tables at 80 and 128, transaction at 144. Pages never written may lie past the end, so its last page says nothing.
     """
     file = place / "data.mdb"
     try:
         with file.open("rb") as data:
-            head = data.read(152)
-            page = int.from_bytes(head[40:44], "little")
+            first = data.read(_META_BYTES)
+            page = int.from_bytes(first[40:44], "little")
             data.seek(page)
-            metas = [meta for meta in (head, data.read(152)) if len(meta) == 152]
+            metas = (first, data.read(_META_BYTES))
             size = data.seek(0, os.SEEK_END)
     except FileNotFoundError:
         raise StoreError(f"index {place}: not there; build it with kvctl rebuild") from None
     except OSError as error:
         raise StoreError(f"index {place}: {error.strerror}; make {file.name} readable for this user") from error
-    last = max((int.from_bytes(meta[144:], "little"), int.from_bytes(meta[136:144], "little")) for meta in metas)[1]
-    if len(metas) < 2 or size < (last + 1) * page:
+    newest = max(metas, key=lambda meta: int.from_bytes(meta[144:], "little"))
+    roots = (int.from_bytes(newest[at : at + 8], "little") for at in (80, 128))
+    if any(len(meta) < _META_BYTES for meta in metas) or any(
+        size < (root + 1) * page for root in roots if root != _NO_PAGE
+    ):
         raise StoreError(f"index {place}: {file.name} is cut short; build it anew with kvctl rebuild")
 
 

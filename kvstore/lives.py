@@ -6,7 +6,7 @@ from duokv.kvstore.extent import SEQUENCE_BITS, Life, stamp_of
 from duokv.kvstore.index import IndexTxn
 
 _KEPT = 100_000
-_JUMP = (5_000 << SEQUENCE_BITS) - 1
+CLOCK_BACK = (5_000 << SEQUENCE_BITS) - 1
 """A wall clock that went back further than this is followed, so that stamps do not stay in the future."""
 
 
@@ -19,7 +19,7 @@ class Stamps:
     def next(self, now_s: float) -> int:
         """The stamp of a use at `now_s` seconds since the epoch."""
         stamp = stamp_of(now_s)
-        if stamp <= self._last < stamp + _JUMP:
+        if stamp <= self._last < stamp + CLOCK_BACK:
             stamp = self._last + 1
         self._last = stamp
         return stamp

@@ -25,7 +25,7 @@ _CUT = "cut"
 class Wanted:
     """Blocks `first`.. of a prompt whose places a lookup found. `blob` holds the keys of all its `blocks` blocks.
 
-    exact_only: blocks that have moved since are looked up again under the same condition.
+    exact: the first so many were exact then; if they have moved since, approximate ones do not take their place.
     """
 
     blob: bytes
@@ -33,7 +33,7 @@ class Wanted:
     first: int
     spans: tuple[Span, ...]
     identity: Callable[[int], BlockIdentity]
-    exact_only: bool
+    exact: int
 
 
 class BlockLoader:
@@ -104,8 +104,9 @@ class BlockLoader:
             life = txn.life(place)
             info = txn.segment(span.segment)
         if life is None or life.n <= offset or info is None:
-            found = self._blocks.find(wanted.blob, wanted.blocks, None, exact_only=wanted.exact_only, use=False)
-            return found.spans() if found.blocks > block else (), _CUT
+            found = self._blocks.find(wanted.blob, wanted.blocks, None, use=False)
+            until = found.blocks if found.exact >= wanted.exact else found.exact
+            return found.spans(until) if until > block else (), _CUT
         if is_unreadable(reason) and reason != "ENOENT":
             return (), reason
         if reason == "ENOENT":

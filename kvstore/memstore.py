@@ -68,7 +68,10 @@ class MemStore:
                 break
             hits += 1
         self._use(keys[:hits], traffic)
-        return PrefixHit(hits * BLOCK_TOKENS, keys[:hits], reason, traffic or self.policy.default)
+        origins = [self.blocks[key].origin for key in keys[:hits]]
+        exact = origins.index(Origin.APPROX) if Origin.APPROX in origins else hits
+        name = traffic or self.policy.default
+        return PrefixHit(hits * BLOCK_TOKENS, keys[:hits], reason, name, exact * BLOCK_TOKENS)
 
     def load(self, hit: PrefixHit, out: Rows, *, first_block: int = 0) -> int:
         """See `KVStore.load`."""

@@ -286,7 +286,8 @@ def _judge(view: StoreView) -> None:
 
 def _known_lives(view: StoreView) -> dict[int, Life]:
     """All that the checkpoint and the old index, if it can be read, say of lives."""
-    lives = read_lives(view.backend) or {}
+    checkpoint = read_lives(view.backend)
+    lives = dict(checkpoint.lives) if checkpoint else {}
     with suppress(StoreError), view.snapshot() as txn:
         if view.doubtful(txn) is None:
             lives |= dict(txn.lives())

@@ -12,6 +12,7 @@ from typing import Literal
 
 from duokv.kvstore.extent import Cutoffs, Life
 from duokv.kvstore.index import IndexTxn, SegmentInfo
+from duokv.kvstore.lives import CLOCK_BACK
 from duokv.kvstore.policy import Policy
 
 Reason = Literal["expired", "capacity", "operator", "lost", "corrupt"]
@@ -99,7 +100,10 @@ class VictimQueue:
     def plan_capacity(
         self, txn: IndexTxn, need: int, *, before_stamp: int, now_s: float, reason: Reason = "capacity"
     ) -> ReclaimPlan:
-        """Free `need` blocks from the least recently used on, none used at `before_stamp` or later, none pinned."""
+        """Free `need` blocks from the least recently used on, none used at `before_stamp` or later, none pinned.
+
+        Uses far later than `before_stamp` are from before the wall clock was set back; they spare nothing.
+        """
         cuts: list[Cut] = []
         lives: dict[int, Life] = {}
         held = []
@@ -113,9 +117,9 @@ class VictimQueue:
             if age > entry:
                 heapq.heappush(self._oldest, age)
                 continue
-            if age[0] >= before_stamp:
+            if before_stamp <= age[0] < before_stamp + CLOCK_BACK:
                 held.append(entry)
-                break
+                continue
             keep = max(life.n - need, life.tail_start(), life.pinned(now_s))
             if keep == life.n:
                 held.append(entry)

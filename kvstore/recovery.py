@@ -6,6 +6,8 @@ machine, or when it is missing, it is built anew from segment footers and, for s
 
 from __future__ import annotations
 
+import itertools
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +77,8 @@ class Recovery:
         if version is None or (boot != self._boot and writers):
             self._rebuild(done)
             dead = [name for name in writers if self._is_dead(name)] if version is not None else []
-        self._sweep(done, crashed=bool(dead) or done.rebuilt)
+        # Once a boot also after a clean close: power loss may have brought back a removed file or a punched slot.
+        self._sweep(done, crashed=bool(dead) or done.rebuilt or boot != self._boot)
         with self._index.write() as txn:
             txn.put_meta(b"format", INDEX_FORMAT.to_bytes(2, "little"))
             txn.put_meta(b"boot", self._boot)
@@ -128,7 +131,9 @@ class Recovery:
         with self._index.read() as txn:
             lives = list(txn.lives(number))
             entries = [
-                (life.last_use(0), extent) for _, life in lives if (extent := txn.extent(life.first)) is not None
+                (life.last_use(0), extent)
+                for place, life in lives
+                if (extent := txn.extent(life.first)) is not None and extent.place == place
             ]
         if not lives:
             self._backend.remove(name)
@@ -151,6 +156,10 @@ class Recovery:
         slot = self._geometry.slot_bytes
         with self._index.read() as txn:
             live = sorted((place & 0xFFFFFFFF, life.n) for place, life in txn.lives(number))
+        if not live:
+            self._backend.remove(file.name)
+            self._forget(number)
+            return
         if self._backend.can_punch and file.allocated > sum(n for _, n in live) * slot + (file.size - info.used * slot):
             dead = _gaps(live, info.used)
             if dead:
@@ -180,8 +189,10 @@ class Recovery:
                 if parsed is None:
                     continue
                 highest = max(highest, parsed[1])
-                self._read_segment(txn, file, parsed[0], parsed[1], checkpoint or {}, done)
-            txn.put_meta(b"next_segment", (highest + 1).to_bytes(4, "little"))
+                self._read_segment(txn, file, parsed[0], parsed[1], checkpoint or Checkpoint(), done)
+            # Never a number that the checkpoint knows: it would take the new segment's extents for dropped ones.
+            following = max(highest + 1, checkpoint.next_segment if checkpoint else 1)
+            txn.put_meta(b"next_segment", following.to_bytes(4, "little"))
             if policy is not None:
                 PolicyBook.put(txn, policy)
         if done.segments:
@@ -189,7 +200,7 @@ class Recovery:
             self._emit(Degraded("index", f"rebuilt from {done.segments} segments, {done.blocks} blocks{how}"))
 
     def _read_segment(
-        self, txn: IndexTxn, file: FileInfo, writer: str, number: int, checkpoint: dict[int, Life], done: Recovered
+        self, txn: IndexTxn, file: FileInfo, writer: str, number: int, checkpoint: Checkpoint, done: Recovered
     ) -> None:
         footer = read_footer(self._backend, file, self._geometry, deadline_s=_READ_S)
         if isinstance(footer, str):
@@ -202,15 +213,9 @@ class Recovery:
             entries = [(stamp, extent) for stamp, extent in footer.entries if extent.segment == number]
             sealed, used = True, footer.used
         live = 0
-        for stamp, extent in entries:
-            known = checkpoint.get(extent.place)
-            life = Life.born(extent.blocks, extent.chain_pos, extent.prefixes[:PREFIX_BYTES], extent.class_id, stamp)
-            if known is not None and known.first == life.first:
-                life = known
-            else:
-                life.use(extent.class_id, life.n, stamp_of(self._now_s))
+        for extent, life in itertools.chain.from_iterable(self._parts(*entry, checkpoint) for entry in entries):
             life.cut(min(life.n, self._present(file, extent, life.n) if sealed else life.n))
-            if life.n and self._better(txn, extent):
+            if life.n and self._better(txn, extent, life.n):
                 txn.put_extent(extent)
                 txn.put_life(extent.place, life)
                 live += life.n
@@ -222,16 +227,29 @@ class Recovery:
         done.segments += 1
         done.blocks += live
 
-    def _better(self, txn: IndexTxn, extent: Extent) -> bool:
-        """Whether this extent should be the one under its first block; the other one's life goes if so."""
+    def _parts(self, stamp: int, extent: Extent, checkpoint: Checkpoint) -> Iterator[tuple[Extent, Life]]:
+        """What is left of an extent as it was stored: the parts the checkpoint lists, and all that is younger than it."""
+        seen = checkpoint.seen(extent.segment) - extent.first_slot
+        for start in range(min(seen, extent.blocks)):
+            life = checkpoint.lives.get(extent.place + start)
+            part = extent.rest(start)
+            if life is not None and life.first == part.prefixes[:PREFIX_BYTES] and life.n <= part.blocks:
+                yield part, life
+        if seen < extent.blocks:
+            part = extent.rest(max(0, seen))
+            life = Life.born(part.blocks, part.chain_pos, part.prefixes[:PREFIX_BYTES], part.class_id, stamp)
+            life.use(part.class_id, life.n, stamp_of(self._now_s))
+            yield part, life
+
+    def _better(self, txn: IndexTxn, extent: Extent, blocks: int) -> bool:
+        """Whether this extent should be the one under its first block; the other one goes if so."""
         other = txn.extent(extent.prefixes[:PREFIX_BYTES])
-        if other is None:
+        life = None if other is None else txn.life(other.place)
+        if other is None or life is None:
             return True
-        if (other.origin, -other.blocks) <= (extent.origin, -extent.blocks):
+        if (other.origin, -life.n) <= (extent.origin, -blocks):
             return False
-        life = txn.life(other.place)
-        if life is not None:
-            txn.drop_extent(life, other.place)
+        txn.drop_extent(life, other.place)
         return True
 
     def _present(self, file: FileInfo, extent: Extent, n: int) -> int:
@@ -256,7 +274,7 @@ class Recovery:
         )
 
     def _scan(self, file: FileInfo, number: int) -> Iterator[tuple[int, Extent]]:
-        """Read a segment slot by slot: consecutive blocks of one chain and origin make an extent."""
+        """Read a segment slot by slot: consecutive blocks of one chain, stored alike at one time, make an extent."""
         slot_bytes = self._geometry.slot_bytes
         memory = aligned(slot_bytes)
         row = np.frombuffer(memory, np.uint8)
@@ -284,7 +302,10 @@ class Recovery:
 
 
 def _follows(before: Trailer, after: Trailer) -> bool:
-    return after.identity.parent == before.identity.key and after.origin is before.origin
+    return (
+        after.identity.parent == before.identity.key
+        and (after.origin, after.class_id, after.stored_at_s) == (before.origin, before.class_id, before.stored_at_s)
+    )  # fmt: skip
 
 
 def _gaps(live: Sequence[tuple[int, int]], used: int) -> list[tuple[int, int]]:
@@ -310,18 +331,36 @@ def take_lock(backend: Backend, name: str, *, wait_s: float) -> Lock:
     return lock
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All lives at a moment by place, the slots published by then in each segment, and the next segment's number."""
+
+    next_segment: int = 0
+    used: dict[int, int] = field(default_factory=dict)
+    lives: dict[int, Life] = field(default_factory=dict)
+
+    def seen(self, segment: int) -> int:
+        """How many slots of a segment it speaks for: what lies in them and is not listed was dropped by then."""
+        return self.used.get(segment, 0 if segment >= self.next_segment else 1 << 32)
+
+
+_Checkpoint = tuple[int, dict[int, int], list[tuple[int, bytes]]]
+
+
 def write_lives(backend: Backend, txn: IndexTxn) -> None:
     """Checkpoint all lives beside the segments, so that a rebuild knows last uses and cuts."""
+    used = {number: info.used for number, info in txn.segments()}
     rows = [(place, life.encode()) for place, life in txn.lives()]
-    backend.write_file(LIVES_FILE, msgspec.msgpack.encode(rows))
+    backend.write_file(LIVES_FILE, msgspec.msgpack.encode((txn.peek_segment(), used, rows)))
 
 
-def read_lives(backend: Backend) -> dict[int, Life] | None:
-    """The last checkpoint of lives by place, or None without a usable one."""
+def read_lives(backend: Backend) -> Checkpoint | None:
+    """The last checkpoint, or None without a usable one."""
     raw = backend.read_file(LIVES_FILE)
     if raw is None:
         return None
     try:
-        return {place: Life.decode(life) for place, life in msgspec.msgpack.decode(raw, type=list[tuple[int, bytes]])}
-    except (msgspec.MsgspecError, ValueError):
+        following, used, rows = msgspec.msgpack.decode(raw, type=_Checkpoint)
+        return Checkpoint(following, used, {place: Life.decode(life) for place, life in rows})
+    except (msgspec.MsgspecError, struct.error, ValueError):
         return None

@@ -165,7 +165,8 @@ class Space:
             return self._step
         with self._index.read() as txn:
             allocated, _ = txn.totals()
-        ahead = allocated + active.growth(count) + self._step * self._slot
+        pending = sum(writer.unpublished for writer in self._writers())
+        ahead = allocated + pending + active.growth(count) + self._step * self._slot
         return self._step if ahead < self._usable(self._config.capacity) * 7 // 8 else 1
 
     def _open(self, class_id: int) -> SegmentWriter:
@@ -379,8 +380,8 @@ class Space:
         name = info.name(segment)
         if info.live <= 0 and info.sealed:
             txn.drop_segment(segment)
-            freed.ranges.pop(name, None)
-            freed.files[name] = info.allocated
+            unpunched = sum(length for _, length in freed.ranges.pop(name, []))
+            freed.files[name] = info.allocated + unpunched * self._slot
             return
         if self._backend.can_punch:
             info.allocated -= count * self._slot

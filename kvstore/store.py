@@ -55,16 +55,18 @@ class PrefixHit:
 
     tokens: leading tokens stored, a multiple of 128, less than the prompt's length so that a row is left to compute.
     keys: their block keys. miss_reason: why the next block is no hit, None when the hit is as long as it can be.
+    exact_tokens: how many of the leading tokens are of exact origin. Loading them never gives approximate blocks, even
+        if those have taken their place since.
     """
 
     tokens: int
     keys: BlockKeys
     miss_reason: MissReason | None
     traffic: str
+    exact_tokens: int
     _found: Found = field(repr=False, default=Found((), 0, None))
     _ids: bytes = field(repr=False, default=b"")
     _root: bytes = field(repr=False, default=b"")
-    _exact_only: bool = field(repr=False, default=False)
 
     def identity(self, block: int) -> BlockIdentity:
         """What block `block` of the hit must claim to be."""
@@ -168,7 +170,8 @@ class KVStore:
         name = traffic or self.blocks.default_class
         self.events.emit(PrefixLookedUp(name, hit, length - hit, found.reason, self._looked_up.seen(request_id)))
         keys = BlockKeys(blob[: found.blocks * KEY_BYTES])
-        return PrefixHit(hit, keys, found.reason, name, found, ids, root, require is Origin.EXACT)
+        exact = found.exact * BLOCK_TOKENS
+        return PrefixHit(hit, keys, found.reason, name, exact, found, ids, root)
 
     def load(self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None) -> int:
         """Read blocks `first_block`.. of a hit into `out` and return how many leading rows hold verified blocks.
@@ -191,12 +194,11 @@ class KVStore:
                 f"load: out is {out.dtype} of shape {out.shape} from block {first_block}; "
                 f"give uint8 rows of {self.geometry.slot_bytes} bytes, as buffers(n) lends them"
             )
-        spans = tuple(span for span in hit._found.spans() if span.block < blocks)
-        if blocks <= first_block or not spans:
+        if blocks <= first_block:
             return iter(())
-        last = spans[-1]
-        spans = (*spans[:-1], dataclasses.replace(last, count=min(last.count, blocks - last.block)))
-        wanted = Wanted(hit.keys.blob, blocks, first_block, spans, hit.identity, hit._exact_only)
+        found = hit._found
+        exact = min(found.exact, blocks)
+        wanted = Wanted(hit.keys.blob, blocks, first_block, found.spans(blocks), hit.identity, exact)
         seconds = self.config.read_deadline_s if deadline_s is None else deadline_s
         return self._stream(wanted, out, seconds)
 

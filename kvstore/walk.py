@@ -25,6 +25,7 @@ class Found:
 
     held: (8-byte place, life, leading blocks of it that the prompt has) per extent. version: the index's when they were
     found. tail: key of the last block if these are all the blocks stored of the prompt and all exact, else None.
+    exact: how many of the leading blocks are exact.
     """
 
     held: tuple[tuple[bytes, Life, int], ...]
@@ -32,14 +33,18 @@ class Found:
     reason: MissReason | None
     version: int = -1
     tail: bytes | None = None
+    exact: int = 0
 
-    def spans(self) -> tuple[Span, ...]:
-        """Where the blocks are."""
+    def spans(self, until: int | None = None) -> tuple[Span, ...]:
+        """Where the blocks are, or those before block `until`."""
         spans = []
         block = 0
         for place, _, count in self.held:
+            left = count if until is None else min(count, until - block)
+            if left <= 0:
+                break
             segment, slot = PLACE.unpack(place)
-            spans.append(Span(segment, slot, block, count))
+            spans.append(Span(segment, slot, block, left))
             block += count
         return tuple(spans)
 

@@ -23,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from duokv.bench.cache_hit import Served, SimOptions, SimReport, simulate
@@ -93,7 +94,7 @@ def replay_trace(console: Console, trace: Path | None, limit: int | None, out: P
     console.rule("1. A request trace through the store", align="left")
     console.print(
         f"Every prompt is looked up, planned and stored by the store's own code under a virtual clock; only the "
-        f"blocks' bytes are left out.\n[bold]{source.name}[/]: {len(requests):,} requests of class {traffic}. A block "
+        f"blocks' bytes are left out.\n[bold]{escape(source.name)}[/]: {len(requests):,} requests of class {traffic}. A block "
         f"lives {life} after its last use, a sliding-window (SWA) state 180 s.\n"
     )
     observer = Observer()
@@ -112,7 +113,7 @@ def replay_trace(console: Console, trace: Path | None, limit: int | None, out: P
         "The published production rate of live SWA states, over 98 % at 180 s, is not reached by human-paced public "
         f"traces.\nThe store would hold {format_bytes(report.bytes['stored'])} of Block KV now."
     )
-    console.print(f"\nThe same with charts: [bold]{path}[/] (open it in a browser)\n")
+    console.print(f"\nThe same with charts: [bold]{escape(str(path))}[/] (open it in a browser)\n")
 
 
 def _requests(trace: Path | None, limit: int | None) -> tuple[list[TraceRequest], Source, str]:
@@ -331,7 +332,7 @@ def _kvctl(console: Console, *arguments: str) -> None:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise StoreError(f"kvctl {arguments[0]} failed with {done.returncode}: {reason}")
-    console.print(f"\n[bold]$ kvctl {' '.join(arguments)}[/]", soft_wrap=True)
+    console.print(f"\n$ kvctl {' '.join(arguments)}", style="bold", markup=False, soft_wrap=True)
     console.print(done.stdout.rstrip(), markup=False, soft_wrap=True)
 
 

@@ -1,7 +1,12 @@
-"""The block store against MemStore, through closes, crashes and rebuilds."""
+"""The block store against MemStore, through closes, crashes and rebuilds.
+
+What is stored equals the model after every step, until a crash took last uses or an index with it: if then a parent
+looks older than its child, or dead slots came back, only what must hold of any store is checked from there on.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import tempfile
@@ -27,7 +32,7 @@ from store_kit import (
 
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.extent import PREFIX_BYTES, stamp_s
-from duokv.kvstore.keys import BlockKeys, chain_keys
+from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.memstore import MemStore
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, ClassRule, Policy
@@ -64,15 +69,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.boots = 0
         self.written: dict[bytes, set[bytes]] = {}
         self.hits: list[PrefixHit] = []
+        self.exact = True
         self.store = self.opened()
         self.model = MemStore(POLICY, clock=self.hands.clock, capacity_blocks=capacity)
 
     def opened(self) -> KVStore:
-        # Uses are ordered within a process; between two of them only time tells.
+        # Uses are ordered within a process; between two of them, and a rebuild, only time tells.
         self.hands.now += 1.0
-        return open_test_store(
+        store = open_test_store(
             self.backend, self.folder / "index", self.hands, self.settings, boot_id=f"boot {self.boots}"
         )
+        self.hands.now += 1.0
+        return store
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -88,8 +96,10 @@ class StoreMachine(RuleBasedStateMachine):
         traffic = self.known(traffic)
         hit = self.store.lookup(NS, prompt(path, tail), traffic, require=require)
         expected = self.model.lookup(NS, prompt(path, tail), traffic, require=require)
-        assert (hit.tokens, hit.keys, hit.miss_reason) == (expected.tokens, expected.keys, expected.miss_reason)
-        self.check_load(hit, expected)
+        if self.exact:
+            assert (hit.tokens, hit.keys, hit.miss_reason) == (expected.tokens, expected.keys, expected.miss_reason)
+            assert hit.exact_tokens == expected.exact_tokens
+            self.check_load(hit, expected)
         self.hits = [*self.hits[-4:], hit]
 
     @rule(path=paths, first=st.integers(0, 7), traffic=classes, origin=origins)
@@ -102,12 +112,15 @@ class StoreMachine(RuleBasedStateMachine):
             self.written.setdefault(key, set()).add(block)
         done = self.store.commit(NS, prompt(path), blocks, first_block=first, traffic=traffic, origin=origin)
         model = self.model.commit(NS, prompt(path), blocks, first_block=first, traffic=traffic, origin=origin)
-        assert (done.new, done.present, done.dropped) == (model.new, model.present, model.dropped)
+        assert done.new + done.present + done.dropped == len(blocks)
+        if self.exact:
+            assert (done.new, done.present, done.dropped) == (model.new, model.present, model.dropped)
 
     @rule(path=paths, ttl_s=st.sampled_from([0.0, 5.0, 1000.0]))
     def pin(self, path: Path_, ttl_s: float) -> None:
         keys = chain_keys(NS, prompt(path))
-        assert self.store.pin(keys, ttl_s=ttl_s) == self.model.pin(keys, ttl_s=ttl_s)
+        held, expected = self.store.pin(keys, ttl_s=ttl_s), self.model.pin(keys, ttl_s=ttl_s)
+        assert held == expected or not self.exact
 
     @rule(policy=st.sampled_from(POLICIES))
     def set_policy(self, policy: Policy) -> None:
@@ -142,16 +155,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = self.opened()
         found = set(census(self.store).blocks)
         before = {key[:PREFIX_BYTES] for key in self.model.blocks}
-        if clean or not rebuild:
+        assert found <= {key[:PREFIX_BYTES] for key in self.written}
+        if self.exact and (clean or not rebuild):
             assert found == before
-        else:
-            assert found <= (before if self.can_punch else {key[:PREFIX_BYTES] for key in self.written})
-        if rebuild or not clean:
+        elif self.exact and self.can_punch:
+            assert found <= before
+        if not clean:
+            self.exact = self.exact and found <= before
             self.adopt()
 
     @invariant()
     def same_blocks(self) -> None:
         found = census(self.store)
+        if not self.exact:
+            return
         expected = {key[:PREFIX_BYTES]: block.origin for key, block in self.model.blocks.items()}
         assert {prefix: held.origin for prefix, held in found.blocks.items()} == expected
 
@@ -180,20 +197,21 @@ class StoreMachine(RuleBasedStateMachine):
         order = {stamp: i for i, stamp in enumerate(sorted({s for held in found.values() for s in held.stamps.values()}))}
         self.model._order = len(order)
         names = {number: name for name, number in self.model.policy.ids.items()}
-        for path, key in self.all_keys():
-            held = found.get(key[:PREFIX_BYTES])
-            block = self.model.blocks.get(key)
-            if held is None:
-                self.model.blocks.pop(key, None)
-                continue
-            assert block is not None
-            uses = {number: (stamp_s(stamp), order[stamp]) for number, stamp in held.stamps.items()}
+        self.model.blocks = {key: block for key, block in self.model.blocks.items() if key[:PREFIX_BYTES] in found}
+        for key, block in self.model.blocks.items():
+            uses = {
+                number: (stamp_s(stamp), order[stamp]) for number, stamp in found[key[:PREFIX_BYTES]].stamps.items()
+            }
             block.pinned_until = uses.pop(PIN_CLASS, (0.0, 0))[0]
             block.born = uses.pop(BORN_CLASS)
             block.uses = {names[number]: use for number, use in uses.items()}
-
-    def all_keys(self) -> list[tuple[int, bytes]]:
-        return list(enumerate(self.written))
+        self.exact = self.exact and all(
+            key in self.model.blocks and child.uses[name] <= self.model.blocks[key].uses.get(name, (0.0, 0))
+            for path in PATHS
+            for key, child_key in itertools.pairwise(chain_keys(NS, prompt(path)))
+            if (child := self.model.blocks.get(child_key)) is not None
+            for name in child.uses
+        )
 
 
 class WithoutPunch(StoreMachine):

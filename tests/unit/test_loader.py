@@ -72,8 +72,8 @@ class World:
 
     def cut(self, keep: int) -> None:
         """Take the prompt's blocks from `keep` on out of the index, as reclaim would."""
-        for place, span in zip(self.hit._found.places, self.hit._found.spans(), strict=True):
-            self.store.blocks.take_out(int.from_bytes(place[0], "big"), max(0, keep - span.block), "capacity")
+        for (place, _, _), span in zip(self.hit._found.held, self.hit._found.spans(), strict=True):
+            self.store.blocks.take_out(int.from_bytes(place, "big"), max(0, keep - span.block), "capacity")
 
     def last(self) -> BlocksLoaded:
         return next(event for event in reversed(self.events) if isinstance(event, BlocksLoaded))
@@ -88,6 +88,7 @@ def world() -> Iterator[World]:
     yield world
     world.backend.heal()
     world.store.close()
+
 
 def test_a_prefix_is_read_in_few_operations(world: World) -> None:
     """Extents that continue each other in the file are one read."""
@@ -213,13 +214,28 @@ def test_fewer_blocks_in_the_new_place_are_as_many_loaded(world: World, restored
     assert world.last() == BlocksLoaded(restored, 8, restored * 4096, "cut")
 
 
-def test_a_hit_on_exact_blocks_never_loads_approximate_ones(world: World) -> None:
-    """They took the exact ones' place between lookup and load."""
-    exact = world.look(Origin.EXACT)
+@pytest.mark.parametrize("require", [None, Origin.EXACT])
+def test_a_hit_on_exact_blocks_never_loads_approximate_ones(world: World, require: Origin | None) -> None:
+    """They took the exact ones' place between lookup and load; nobody may think that they are exact."""
+    exact = world.look(require)
+    assert exact.exact_tokens == exact.tokens
     world.cut(3)
     world.put(3, 5, Origin.APPROX)
     assert world.load(exact) == 3
     assert world.load(world.look()) == 8
+
+
+def test_a_hit_says_how_much_of_it_is_exact_and_the_rest_may_be_either(world: World) -> None:
+    world.cut(5)
+    world.put(5, 3, Origin.APPROX)
+    mixed = world.look()
+    assert (mixed.tokens, mixed.exact_tokens) == (8 * 128, 5 * 128)
+    world.put(5, 3, Origin.EXACT)
+    assert world.load(mixed) == 8
+    again = world.look()
+    assert (again.tokens, again.exact_tokens) == (8 * 128, 8 * 128)
+    world.cut(2)
+    assert world.look().exact_tokens == 2 * 128
 
 
 def test_blocks_that_move_twice_are_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
