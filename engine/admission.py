@@ -1,13 +1,13 @@
-"""How a request comes to its cache: the store is consulted, and what it lacks is replayed.
+"""How a request comes by its cache: the store is consulted, and what it lacks is replayed.
 
-`admit` is the whole of it; everything else here serves it.
+`admit` is the whole of it; the rest of this file serves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -15,54 +15,168 @@ from duokv.engine.config import ModelConfig
 from duokv.engine.live import LiveBlock, LiveBlocks
 from duokv.engine.request import Admission, Request, WindowLease, blocks_for
 from duokv.engine.session import Session
-from duokv.kvstore import KVStore, Origin, PrefixHit
+from duokv.kvstore import BlockKeys, KVStore, Origin, PrefixHit
+from duokv.kvstore.buffers import Lent
 from duokv.kvstore.keys import BLOCK_TOKENS
-from duokv.replay import (
-    Reason,
-    ReplayPlan,
-    ReplayPolicy,
-    is_exact,
-    plan_replay,
-    swa_candidates,
-    usable,
-    valid_from,
-)
+from duokv.replay import ReplayPlan, ReplayPolicy, is_exact, plan_replay, swa_candidates, usable, valid_from
 
 
 def admit(
-    request: Request, *, store: KVStore, live: LiveBlocks, model: ModelConfig, policy: ReplayPolicy, deadline_s: float
-) -> Admission:
-    """Give a request what the store holds of its prompt, and the plan to compute the rest.
+    request: Request, *, store: KVStore, live: LiveBlocks, model: ModelConfig, policy: ReplayPolicy, deadline_s: float,
+    poison: bool = False,
+) -> Admission:  # fmt: skip
+    """Give a request what the store holds of its tokens, and the plan to compute the rest.
 
-    Block KV of the prompt's head is adopted together with its SWA state, restored from the SWA tier. If that tier does
-    not have it, the plan has the last 128 tokens of the hit replayed (in exact mode, a window per encoder layer). Block
-    KV is never adopted with neither. A preempted request gets its own plan and state again while its blocks are there.
+    Block KV of its head is adopted together with the SWA state there, restored from the SWA tier. On a miss of that
+    tier the plan replays the last 128 tokens of the hit (in exact mode, a window per encoder layer). Block KV is never
+    adopted with neither. A preempted request resumes with its own plan and state as long as its blocks are there.
 
-    Blocks until the blocks are loaded or `deadline_s` has passed, so it is called on a load thread. SlotsExhausted, with
-    nothing held, if its tokens do not fit now.
+    Runs on a load thread for as long as the store takes; blocks that come after `deadline_s` are a miss.
+    SlotsExhausted, with nothing held, if the request's tokens do not fit now.
     """
-    exact_only = Origin.EXACT if policy.mode == "exact" else None
-    length = len(request.tokens)
+    require = Origin.EXACT if policy.mode == "exact" else None
+    length, decoder_start = len(request.tokens), request.decoder_start
     hit = store.lookup(
-        request.namespace, request.tokens, request.traffic, require=exact_only, request_id=request.handle.request_id
+        request.namespace, request.tokens, request.traffic, require=require, request_id=request.handle.request_id
     )
     found = hit.tokens
-    with Adoption(store, live, hit, deadline_s) as blocks:
+    with Adoption(store, live, hit) as blocks, ExitStack() as undo:
         while True:
-            plan, lease = resumable(request, found)
+            plan, lease = own_plan(request, found)
             if plan is None:
-                for boundary in swa_candidates(
-                    hit_tokens=found, prompt_tokens=length, policy=policy, decoder_start=request.decoder_start
-                ):  # the anchor, and the boundary before it
-                    lease = WindowLease(store, hit.keys[boundary // BLOCK_TOKENS - 1], require=exact_only)
-                    if lease.window is not None and usable(boundary, lease.window.valid_from):
-                        break
-                    lease = blocks.undo(lease)
-                plan = plan_replay(
-                    hit_tokens=found, prompt_tokens=length, swa_at=lease and lease.window.end, policy=policy,
-                    decoder_start=request.decoder_start,
-                )  # SWA_HIT restores the state, SWA_MISS replays, NO_HIT and SHORT_HIT run cold
-            verified = blocks.load(plan.adopted_tokens)
+                boundaries = swa_candidates(  # the anchor, then the boundary before it
+                    hit_tokens=found, prompt_tokens=length, policy=policy, decoder_start=decoder_start
+                )
+                lease = lease_state(store, hit.keys, boundaries, require, undo)
+                plan = plan_replay(  # SWA_HIT restores the state; SWA_MISS replays; NO_HIT and SHORT_HIT run cold
+                    hit_tokens=found, prompt_tokens=length, swa_at=lease.window.end if lease else None, policy=policy,
+                    decoder_start=decoder_start,
+                )  # fmt: skip
+            verified = blocks.load(plan.adopted_tokens, deadline_s)
             if verified >= plan.adopted_tokens:
-                return begin(...)
-            found = verified  # a short load: plan again with fewer verified blocks
+                break
+            found = verified  # a short load: plan again with fewer blocks
+            if lease is not None:
+                lease.close()
+        placed = blocks.place(plan.adopted_tokens, length)
+        undo.callback(live.release, placed.slots)
+        admission = begin(request, plan, lease, placed, model, policy, hit_tokens=hit.tokens, poison=poison)
+        undo.pop_all()
+    return admission
+
+
+def admit_cold(
+    request: Request, *, live: LiveBlocks, model: ModelConfig, policy: ReplayPolicy, poison: bool = False
+) -> Admission:
+    """Admit a request without the store, whatever it was given before. SlotsExhausted as in `admit`."""
+    length = len(request.tokens)
+    plan = plan_replay(
+        hit_tokens=0, prompt_tokens=length, swa_at=None, policy=policy, decoder_start=request.decoder_start
+    )
+    placed = Placed(live.allocate(blocks_for(length)), True)
+    return begin(request, plan, None, placed, model, policy, hit_tokens=0, poison=poison)
+
+
+def own_plan(request: Request, found: int) -> tuple[ReplayPlan | None, WindowLease | None]:
+    """The plan of a preempted request and the lease of its state, if both can be had again with `found` tokens stored.
+
+    Another plan could give another output: bounded replays from different starts are different approximations.
+    """
+    last = request.admission
+    if last is None or found < last.plan.adopted_tokens or (last.lease is not None and not last.lease.held):
+        return None, None
+    return last.plan, last.lease
+
+
+def lease_state(
+    store: KVStore, keys: BlockKeys, boundaries: Iterable[int], require: Origin | None, undo: ExitStack
+) -> WindowLease | None:
+    """Borrow the SWA state at the first of `boundaries` that has a usable one; `undo` ends the lease."""
+    for boundary in boundaries:
+        with ExitStack() as stack:
+            window = stack.enter_context(store.lease_window(keys[boundary // BLOCK_TOKENS - 1], require=require))
+            if window is not None and window.end == boundary and usable(boundary, window.valid_from):
+                lease = WindowLease(window, stack.pop_all())
+                undo.callback(lease.close)
+                return lease
+    return None
+
+
+def begin(
+    request: Request, plan: ReplayPlan, lease: WindowLease | None, placed: Placed, model: ModelConfig,
+    policy: ReplayPolicy, *, hit_tokens: int, poison: bool,
+) -> Admission:  # fmt: skip
+    """Make the session of a plan whose adopted blocks are in their slots. lease: of the state it restores, if any."""
+    window = None if lease is None else lease.window
+    data = None if window is None else window.data
+    session = Session.begin(model, plan, request.tokens, slots=placed.slots, window=data, poison=poison)
+    state_exact = None if window is None else window.origin is Origin.EXACT
+    return Admission(
+        plan=plan,
+        session=session,
+        lease=lease,
+        exact=is_exact(plan, policy, blocks_exact=placed.exact, state_exact=state_exact),
+        valid_from=valid_from(plan, policy),
+        hit_tokens=hit_tokens,
+    )
+
+
+class Placed(NamedTuple):
+    """A request's slots, one per block of its tokens, and whether all adopted blocks in them are exact."""
+
+    slots: list[int]
+    exact: bool
+
+
+class Adoption:
+    """The blocks of a hit on their way into slots: leading ones that live requests hold already, then loaded ones.
+
+    A context that gives back what was not placed. For one thread.
+    """
+
+    def __init__(self, store: KVStore, live: LiveBlocks, hit: PrefixHit) -> None:
+        self._store = store
+        self._live = live
+        self._hit = hit
+        self._exact = hit.exact_tokens // BLOCK_TOKENS
+        self._shared = live.hold(hit.keys, exact=self._exact)
+        self._lent: Lent | None = None
+        self._loaded = 0
+
+    def load(self, tokens: int, deadline_s: float) -> int:
+        """See that the blocks of the first `tokens` tokens are verified; return how many are, fewer on a short load.
+
+        Reads at most once: what was not there then is given up.
+        """
+        first = len(self._shared)
+        wanted = tokens // BLOCK_TOKENS - first
+        if wanted > 0 and self._lent is None:
+            self._lent = self._store.buffers(wanted)
+            self._loaded = self._store.load(self._hit, self._lent.rows, first_block=first, deadline_s=deadline_s)
+        return (first + self._loaded) * BLOCK_TOKENS
+
+    def place(self, adopted_tokens: int, length: int) -> Placed:
+        """Put the first `adopted_tokens` into slots, with room for `length` tokens; SlotsExhausted if there is none."""
+        adopted = adopted_tokens // BLOCK_TOKENS
+        shared = self._shared[:adopted]
+        fresh = self._live.allocate(blocks_for(length) - len(shared))
+        loaded = [
+            LiveBlock(slot, block < self._exact)
+            for block, slot in zip(range(len(shared), adopted), fresh, strict=False)
+        ]
+        if loaded and self._lent is not None:
+            memory = self._live.slots.memory
+            rows = torch.from_numpy(self._lent.rows[: len(loaded), : memory.shape[1]])
+            memory[fresh[: len(loaded)]] = rows.to(memory.device)
+            self._live.share(self._hit.keys[len(shared) : adopted], loaded)
+        self._shared = self._shared[adopted:]
+        exact = all(block.exact for block in (*shared, *loaded))
+        return Placed([*(block.slot for block in shared), *fresh], exact)
+
+    def __enter__(self) -> Adoption:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.release([block.slot for block in self._shared])
+        if self._lent is not None:
+            self._lent.release()

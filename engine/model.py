@@ -2,16 +2,16 @@
 
 A row is one token's state at one layer. Every piece takes any rows, in any order, with their absolute positions, and
 computes each from itself alone: nothing crosses rows but attention and the n-gram look-back, whose inputs are
-arguments. With a `linear` that computes each row alike whatever rows come with it, a text computed in chunks, or from a
-restored prefix, is bit-identical to one computed at once.
+arguments. Run inside `kernels.rows.row_tiled` (as `Model.attention_rows` and its like do), a text computed in chunks,
+or from a restored prefix, is bit-identical to one computed at once.
 
-The residual stream is fp32; what enters a matrix is in the weights' dtype. Functions are pure; weights are only read,
-so one model serves any number of threads.
+The residual stream is fp32; what enters a matrix is in the weights' dtype. Weights are only read, so one model serves
+any number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from duokv.engine.config import LOOK_BACK, NGRAM_ORDERS, ModelConfig
-
-Linear = Callable[[Tensor, Tensor], Tensor]
-"""(rows [n, in], weight [out, in]) -> [n, out]."""
+from duokv.kernels.reference import apply_rope
+from duokv.kernels.rows import linear
 
 _HASH_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
@@ -30,8 +29,8 @@ _HASH_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 class Projections(NamedTuple):
     """What a layer's attention makes of n rows.
 
-    normed: [n, hidden], input of the plane and the indexer. query_latent: [n, q_rank]. query: [n, heads, head_dim],
-    rotated and scaled. latent: [n, head_dim], the row's own K and V, rotated: what the window stores.
+    normed: [n, hidden], input of the indexer. query_latent: [n, q_rank]. query: [n, heads, head_dim], rotated.
+    latent: [n, head_dim], the row's own K and V, rotated: what the window stores.
     """
 
     normed: Tensor
@@ -118,11 +117,14 @@ def _ffn_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A configuration with its weights, named as in `parameter_shapes`, and the product that multiplies rows by them."""
+    """A configuration, its weights named as in `parameter_shapes`, and the rotations of the positions it is used at.
+
+    rope: `kernels.reference.rope_table` of `config.rope_dim` dimensions; its length bounds the positions.
+    """
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
-    linear: Linear = functional.linear
+    rope: Tensor
 
     def embed_rows(self, tokens: Tensor) -> Tensor:
         """Return the residual stream [n, hidden], fp32, that token ids [n] enter the first layer with."""
@@ -133,35 +135,39 @@ class Model:
 
         tokens: [n, LOOK_BACK + 1], each row its token id last and the ones before it, -1 before the text's start.
         """
-        hashes = ngram_rows(tokens, self.config.engram_rows)
+        hashes = ngram_hashes(tokens, self.config.engram_rows)
         grams = functional.embedding(hashes, self._weight(layer, "engram.table")).flatten(1)
-        key = self._norm(self.linear(grams, self._weight(layer, "engram.key")))
+        key = self._norm(linear(grams, self._weight(layer, "engram.key")))
         query = self._norm(hidden, self._weight(layer, "engram.norm"))
-        gate = torch.sigmoid((key.float() * query.float()).sum(-1, keepdim=True) * self.config.hidden**-0.5)
-        return gate * self.linear(grams, self._weight(layer, "engram.value")).float()
+        gate = torch.sigmoid((key * query).float().sum(-1, keepdim=True) * self.config.hidden**-0.5)
+        return gate * linear(grams, self._weight(layer, "engram.value")).float()
 
     def qkv_rows(self, layer: int, hidden: Tensor, positions: Tensor) -> Projections:
-        """Project rows of the residual stream [n, hidden] at positions [n] for `layer`'s attention."""
+        """Project rows [n, hidden] of the residual stream at positions [n] for `layer`'s attention."""
         c = self.config
         normed = self._norm(hidden, self._weight(layer, "attn_norm"))
-        latent_q = self._norm(self.linear(normed, self._weight(layer, "q_down")), self._weight(layer, "q_norm"))
-        query = self._norm(self.linear(latent_q, self._weight(layer, "q_up")).unflatten(-1, (c.heads, c.head_dim)))
-        latent = self._norm(self.linear(normed, self._weight(layer, "kv")), self._weight(layer, "kv_norm"))
-        query = self._rotate(query, positions) * c.head_dim**-0.5
-        return Projections(normed, latent_q, query, self._rotate(latent, positions))
+        query_latent = self._norm(linear(normed, self._weight(layer, "q_down")), self._weight(layer, "q_norm"))
+        query = self._norm(linear(query_latent, self._weight(layer, "q_up")).unflatten(-1, (c.heads, c.head_dim)))
+        latent = self._norm(linear(normed, self._weight(layer, "kv")), self._weight(layer, "kv_norm"))
+        rope = self.rope[positions]
+        return Projections(normed, query_latent, apply_rope(query, rope.unsqueeze(1)), apply_rope(latent, rope))
 
-    def plane_rows(self, layer: int, normed: Tensor) -> Tensor:
-        """Return the compressor's input [n, width] of rows `Projections.normed`: the pending row's state of an odd cut."""
-        values = self.linear(normed, self._weight(layer, "plane.kv"))
+    def plane_rows(self, layer: int, hidden: Tensor) -> Tensor:
+        """Return what the compressor takes of rows [n, hidden] of the residual stream at an owner of a plane.
+
+        [n, width]: a value per dimension and, above ratio 1, a gate; what is kept of a row while its entry is pending.
+        """
+        normed = self._norm(hidden, self._weight(layer, "attn_norm"))
+        values = linear(normed, self._weight(layer, "plane.kv"))
         if self.config.table.ratios[layer] == 1:
             return values
-        return torch.cat([values, self.linear(normed, self._weight(layer, "plane.gate"))], dim=-1)
+        return torch.cat([values, linear(normed, self._weight(layer, "plane.gate"))], dim=-1)
 
     def compress(self, layer: int, rows: Tensor, entries: Tensor) -> PlaneEntries:
-        """Make the plane's entries [m] of their tokens' `plane_rows` [m, ratio, width].
+        """Make the plane's entries [m], by number, of their tokens' `plane_rows` [m, ratio, width].
 
         An entry is the mean of its tokens' values, weighted in each dimension by a softmax of their gates, and has the
-        position of its first token.
+        position of its first token. The indexer's K is taken from the compressed KV.
         """
         ratio = self.config.table.ratios[layer]
         mixed = rows.squeeze(1)
@@ -170,81 +176,106 @@ class Model:
             shares = torch.softmax(gates + self._weight(layer, "plane.bias").float(), dim=1)
             mixed = (values * shares).sum(1)
         latent = self._norm(mixed, self._weight(layer, "plane.norm"))
-        index = self._norm(self.linear(latent, self._weight(layer, "index.k")), self._weight(layer, "index.k_norm"))
-        positions = entries * ratio
-        return PlaneEntries(self._rotate(latent, positions), self._rotate(index, positions))
+        index = self._norm(linear(latent, self._weight(layer, "index.k")), self._weight(layer, "index.k_norm"))
+        rope = self.rope[entries * ratio]
+        return PlaneEntries(apply_rope(latent, rope), apply_rope(index, rope))
 
     def index_q(self, layer: int, rows: Projections, positions: Tensor) -> IndexQuery:
         """Return the queries with which source `layer` scores its plane's entries: sum of weight * relu(query . K)."""
-        c = self.config
-        query = self.linear(rows.query_latent, self._weight(layer, "index.q")).unflatten(-1, (-1, c.index_dim))
-        weight = self.linear(rows.normed, self._weight(layer, "index.weight")).float()
-        return IndexQuery(self._rotate(query, positions) * c.index_dim**-0.5, weight)
+        dim = self.config.index_dim
+        query = linear(rows.query_latent, self._weight(layer, "index.q")).unflatten(-1, (-1, dim))
+        weight = linear(rows.normed, self._weight(layer, "index.weight")).float()
+        return IndexQuery(apply_rope(query * dim**-0.5, self.rope[positions].unsqueeze(1)), weight)
 
     def output_rows(self, layer: int, attended: Tensor, positions: Tensor) -> Tensor:
         """Return what attention's result [n, heads, head_dim] adds to the residual stream, [n, hidden] fp32.
 
-        V carries K's rotation, which is taken back relative to the row's own position.
+        V carries K's rotation; what is left after turning back is relative to the row's own position.
         """
-        upright = self._rotate(attended, -positions).flatten(1).to(self._weight(layer, "out").dtype)
-        return self.linear(upright, self._weight(layer, "out")).float()
+        weight = self._weight(layer, "out")
+        upright = apply_rope(attended.to(weight.dtype), self.rope[positions].unsqueeze(1), inverse=True)
+        return linear(upright.flatten(1), weight).float()
 
     def ffn_rows(self, layer: int, hidden: Tensor) -> Tensor:
         """Return what the feed-forward adds to rows [n, hidden] of the residual stream, fp32."""
         normed = self._norm(hidden, self._weight(layer, "ffn_norm"))
-        out = self.linear(_swiglu(self.linear(normed, self._weight(layer, "ffn.up"))), self._weight(layer, "ffn.down"))
+        out = linear(_swiglu(linear(normed, self._weight(layer, "ffn.up"))), self._weight(layer, "ffn.down")).float()
         if layer in self.config.dense_layers:
-            return out.float()
+            return out
         # A few small experts: computing them all and multiplying by zero costs less than sorting rows by expert, and
         # no row's arithmetic depends on where its neighbours go.
-        inner = _swiglu(self.linear(normed, self._weight(layer, "experts.up")))
-        gates = self.route(layer, normed).to(inner.dtype).unsqueeze(-1)
+        inner = _swiglu(linear(normed, self._weight(layer, "experts.up")))
+        gates = self._route(layer, normed).to(inner.dtype).unsqueeze(-1)
         inner = (inner.unflatten(-1, (self.config.experts, -1)) * gates).flatten(-2)
-        return out.float() + self.linear(inner, self._weight(layer, "experts.down")).float()
+        return out + linear(inner, self._weight(layer, "experts.down")).float()
 
-    def route(self, layer: int, normed: Tensor) -> Tensor:
-        """Return the experts' gates [n, experts], fp32, 0 for those not chosen.
-
-        The bias, which balances the experts' load in training, takes part in the choice and not in the gate.
-        """
-        scores = torch.sigmoid(self.linear(normed, self._weight(layer, "router")).float())
-        chosen = (scores.detach() + self._weight(layer, "router_bias").float()).topk(self.config.active_experts).indices
-        return scores * torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
+    def expert_gates(self, layer: int, hidden: Tensor) -> Tensor:
+        """Return the gates [n, experts], fp32, of rows [n, hidden] of the residual stream, 0 for experts not chosen."""
+        return self._route(layer, self._norm(hidden, self._weight(layer, "ffn_norm")))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocab_size], fp32, of rows [n, hidden] of the residual stream after the last layer."""
-        return self.linear(self._norm(hidden, self.weights["norm"]), self.weights["head"]).float()
+        return linear(self._norm(hidden, self.weights["norm"]), self.weights["head"]).float()
 
     def sink(self, layer: int) -> Tensor:
         """Return the attention sinks [heads], fp32."""
         return self._weight(layer, "sink").float()
+
+    def _route(self, layer: int, normed: Tensor) -> Tensor:
+        """The bias, which balances the experts' load in training, takes part in the choice and not in the gate."""
+        scores = torch.sigmoid(linear(normed, self._weight(layer, "router")).float())
+        biased = scores.detach() + self._weight(layer, "router_bias").float()
+        chosen = biased.topk(self.config.active_experts, dim=-1).indices
+        return scores * torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
 
     def _weight(self, layer: int, name: str) -> Tensor:
         return self.weights[f"layers.{layer}.{name}"]
 
     def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return RMSNorm over the last dimension, computed in fp32, in the weights' dtype."""
+        dtype = self.weights["norm"].dtype
+        if x.requires_grad:
+            return _norm_ag(x, weight, self.config.norm_eps, dtype)
         x = x.float()
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        dtype = self.weights["norm"].dtype
         return normed.to(dtype) if weight is None else (normed * weight.float()).to(dtype)
-    def _rotate(self, x, positions):
-        from duokv.engine.training import rotate
-        return rotate(x, positions, self.config)
 
 
-def ngram_rows(tokens: Tensor, rows: int) -> Tensor:
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, eps, dtype):
+        inv = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        out = (x * inv).to(dtype)
+        ctx.save_for_backward(out, inv)
+        ctx.dt = x.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        out, inv = ctx.saved_tensors
+        m = (g * out).sum(-1, keepdim=True, dtype=torch.float32).div_(-out.shape[-1])
+        d = torch.addcmul(g, out, m.to(g.dtype))
+        return (d * inv).to(ctx.dt), None, None
+
+
+def _norm_ag(x, weight, eps, dtype):
+    y = _RmsNorm.apply(x, eps, dtype)
+    return y if weight is None else y * weight
+
+
+def ngram_hashes(tokens: Tensor, rows: int) -> Tensor:
     """Return the table rows [n, orders] of the n-grams that end at each row of token ids [n, LOOK_BACK + 1].
 
-    A multiply-xor hash, modulo `rows` and offset by order; ids of -1 hash as a token of their own.
+    A multiply-xor hash, modulo `rows` and offset by order; an id of -1 hashes as a token of its own.
     """
-    mixed = (tokens.long() + 1) * torch.tensor(_HASH_FACTORS, device=tokens.device)
-    out = []
+    factors = torch.tensor(_HASH_FACTORS, dtype=torch.int64, device=tokens.device)
+    mixed = (tokens.to(torch.int64) + 1) * factors
     total = mixed[:, LOOK_BACK]
+    hashes = []
     for i, order in enumerate(NGRAM_ORDERS):
         total = total ^ (mixed[:, LOOK_BACK + 1 - order] << (order - 1))
-        out.append(((total ^ (total >> 15)) % rows) + i * rows)
-    return torch.stack(out, dim=1)
+        hashes.append((total ^ (total >> 15)) % rows + i * rows)
+    return torch.stack(hashes, dim=1)
 
 
 def _swiglu(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class RequestReport:
     """How a request was served.
 
     prompt_tokens: its prompt's length. hit_tokens: what the index held of it, adopted or not.
-    partition, reason: how the prompt's tokens were come by, and why so; None if it ended before its prompt was computed.
+    partition, reason: how the prompt's tokens were come by, and why; None if it ended before its prompt was computed.
     exact: whether the cache it leaves equals a cold run's bit for bit.
     load_ms: from the lookup to verified blocks in their slots, the last time it was admitted. first_token_ms, total_ms:
         from submission; None if there was no token.

@@ -10,12 +10,12 @@ from duokv.engine.report import Handle
 from duokv.engine.runner import BoundaryState
 from duokv.engine.sampler import Sampling
 from duokv.engine.session import Session
-from duokv.kvstore import BlockKeys, KVStore, Namespace, Origin, SwaWindow
+from duokv.kvstore import BlockKeys, Namespace, SwaWindow
 from duokv.kvstore.keys import BLOCK_TOKENS
-from duokv.replay import ReplayPlan
+from duokv.replay import Reason, ReplayPlan, ReplayPolicy, TokenPartition, kept_boundaries
 
 OnToken = Callable[[Handle, int], None]
-"""Called with each token of a request as it is sampled, on the thread that steps the engine."""
+"""Called with each token of a request once it is sampled, on the thread that steps the engine."""
 
 
 def blocks_for(tokens: int) -> int:
@@ -24,45 +24,45 @@ def blocks_for(tokens: int) -> int:
 
 
 class WindowLease:
-    """An SWA window that stays as it is until `close`; `window` is None if the tier does not have it."""
+    """A window of the SWA tier that stays as it is until `close`."""
 
-    def __init__(self, store: KVStore, key: bytes, *, require: Origin | None) -> None:
-        self._stack = ExitStack()
-        self.window: SwaWindow | None = self._stack.enter_context(store.lease_window(key, require=require))
+    def __init__(self, window: SwaWindow, stack: ExitStack) -> None:
+        self.window = window
+        self.held = True
+        self._stack = stack
 
     def close(self) -> None:
         """End the lease; idempotent."""
-        self.window = None
+        self.held = False
         self._stack.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request with slots, ready to be computed.
+    """What a request was given: a plan, and a session at its start whose slots have room for all tokens so far.
 
-    session: at `plan.start`, its window restored. slots: its block table, all tokens so far have room. lease: of the
-    restored window, on an SWA hit. exact: what it will leave equals a cold run's. valid_from: first position whose SWA
-    rows may be kept. hit_tokens: what the index held. traffic: the class it was looked up under.
+    lease: of the state restored into the session, on an SWA hit. exact: what the session makes equals a cold run's.
+    valid_from: first position whose SWA rows may be kept. hit_tokens: what the index held of its tokens.
     """
 
     plan: ReplayPlan
     session: Session
-    slots: tuple[int, ...]
     lease: WindowLease | None
     exact: bool
     valid_from: int
     hit_tokens: int
-    traffic: str
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """number: order of arrival; a smaller one is never preempted for a larger one. keys: of the prompt's whole blocks.
+    """A request and all it owns.
 
-    tokens: prompt and output so far. admission: the latest one, whose plan and lease a preempted request resumes with.
-    resident: holds slots now. decoder_start: fixed by the first plan. states: SWA states at boundaries crossed.
-    prompt_states: boundaries to keep when the prompt is done. stored_blocks: leading blocks write-back has taken over.
-    served: the prompt was computed once, and reported. crowded_out: its last admission found too few slots.
+    number: order of arrival; an older request is never preempted for a younger one. keys: of the prompt's whole blocks.
+    tokens: prompt and output so far. decoder_start: fixed by its first plan.
+    admission: the latest; a preempted request resumes with its plan and lease. session: while it holds slots.
+    states: SWA states at boundaries it crossed that may be kept. stored_blocks: leading blocks write-back took over.
+    served: its prompt was computed and reported, its tokens come by as `partition` and `reason` say.
+    crowded: slots ran out under its last admission. load_s: that one's seconds. rows: computed in the encoder.
     """
 
     handle: Handle
@@ -76,32 +76,46 @@ class Request:
     seed: int
     on_token: OnToken | None
     submitted_s: float
+    decoder_start: int | None
     admission: Admission | None = None
-    resident: bool = False
-    decoder_start: int | None = None
+    session: Session | None = None
     states: dict[int, BoundaryState] = field(default_factory=dict)
-    prompt_states: frozenset[int] = frozenset()
     stored_blocks: int = 0
     served: bool = False
-    crowded_out: bool = False
-    cancelled: bool = False
+    crowded: bool = False
+    partition: TokenPartition | None = None
+    reason: Reason | None = None
     load_s: float = 0.0
     first_token_s: float | None = None
     rows: int = 0
     preemptions: int = 0
 
     @property
-    def session(self) -> Session:
-        """Its session; only while it is resident."""
-        assert self.admission is not None and self.resident
-        return self.admission.session
-
-    @property
-    def rows_left(self) -> int:
-        """Rows to compute before its next token can be sampled."""
-        return len(self.tokens) - self.session.computed
-
-    @property
     def output(self) -> tuple[int, ...]:
         """Tokens generated so far."""
         return tuple(self.tokens[self.prompt_tokens :])
+
+    @property
+    def hit_tokens(self) -> int:
+        """What the index held at its latest admission."""
+        return 0 if self.admission is None else self.admission.hit_tokens
+
+    def end_lease(self) -> None:
+        """Let go of the SWA state it restored, if any."""
+        if self.admission is not None and self.admission.lease is not None:
+            self.admission.lease.close()
+
+    def keep_states(self, states: list[BoundaryState], policy: ReplayPolicy) -> None:
+        """Note states of boundaries just crossed, and forget those that no later end of prompt or output wants."""
+        assert self.session is not None
+        self.states.update((state.end, state) for state in states)
+        wanted = {*self.prompt_boundaries(policy)} if not self.served else set()
+        low = next(iter(kept_boundaries(self.session.computed, policy)), 0)
+        self.states = {end: state for end, state in self.states.items() if end >= low or end in wanted}
+
+    def prompt_boundaries(self, policy: ReplayPolicy) -> tuple[int, ...]:
+        """Boundaries whose states are worth keeping once the prompt is computed."""
+        assert self.admission is not None
+        plan = self.admission.plan
+        replayed = (plan.write_floor,) if plan.start < plan.write_floor else ()
+        return (*replayed, *kept_boundaries(self.prompt_tokens, policy))

@@ -20,9 +20,9 @@ SEED_BITS = 64
 class Sampling:
     """How a request's output is chosen and when it ends.
 
-    max_tokens: output tokens at most, at least 1. temperature: 0 takes the likeliest token. top_p: the draw is among the
-    likeliest tokens that together have this probability. seed: in [0, 2**64); None takes a random one. stop: token ids
-    that end the output; the one met is its last token.
+    max_tokens: output tokens at most, at least 1. temperature: 0 takes the likeliest token.
+    top_p: the draw is among the likeliest tokens that together have this probability.
+    seed: in [0, 2**64); None takes a random one. stop: token ids that end the output; the one met is its last token.
     """
 
     max_tokens: int

@@ -19,17 +19,6 @@ from duokv.kernels.formats import fake_quant
 
 _MASKED = -1e30
 
-def rotate(x: Tensor, positions: Tensor, c: ModelConfig) -> Tensor:
-    r = c.rope_dim
-    freq = c.rope_theta ** (-torch.arange(0, r, 2, dtype=torch.float32) / r)
-    ang = positions.float()[:, None] * freq
-    cos, sin = ang.cos(), ang.sin()
-    if x.ndim == 3:
-        cos, sin = cos[:, None], sin[:, None]
-    nope, rope = x[..., :-r], x[..., -r:].float()
-    a, b = rope.chunk(2, dim=-1)
-    return torch.cat([nope, (a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype)], dim=-1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
@@ -55,7 +44,7 @@ class BatchOutput(NamedTuple):
 class _Selection(NamedTuple):
     """A source's entries: [B * T, K] indices of rows of the flattened plane, additive mask [B * T, 1, K]; scores' inputs."""
 
-    indices: Tensor | None
+    entries: Tensor
     mask: Tensor
     query: IndexQuery
 
@@ -74,15 +63,18 @@ def batch_forward(model: Model, tokens: Tensor, attention: Attention, *, sampled
             hidden = hidden + model.engram_rows(layer, hidden, grams)
         rows = model.qkv_rows(layer, hidden, positions)
         if attention.plane and layer in c.table.owners:
-            plane = _make_plane(model, layer, rows, batch, attention)
+            plane = _make_plane(model, layer, hidden, batch, attention)
         if plane is not None and layer in c.index_sources:
             selection = _select(model, layer, rows, positions, plane, attention)
         latent = fake_quant(rows.latent, c.window_format) if attention.quantise else rows.latent
         latent = latent.view(batch, length, -1)
         if plane is not None and selection is not None and sampled_chunk is not None:
             index_loss = index_loss + _index_loss(model, layer, rows, plane, selection, batch, sampled_chunk)
-        attended = _attend(model, layer, rows.query, latent, plane, selection)
+        attended = _attend(model, layer, rows.query, latent, selection)
         hidden = hidden + model.output_rows(layer, attended.to(rows.query.dtype), positions)
+        if sampled_chunk is not None and layer not in c.dense_layers:
+            with torch.no_grad():
+                loads[layer] = (model.expert_gates(layer, hidden[-512:]) > 0).float().mean(0)
         hidden = hidden + model.ffn_rows(layer, hidden)
     return BatchOutput(hidden, index_loss, loads)
 
@@ -93,10 +85,10 @@ def look_back_rows(tokens: Tensor) -> Tensor:
     return padded.unfold(1, LOOK_BACK + 1, 1).reshape(-1, LOOK_BACK + 1)
 
 
-def _make_plane(model: Model, layer: int, rows: Projections, batch: int, attention: Attention) -> PlaneEntries:
+def _make_plane(model: Model, layer: int, hidden: Tensor, batch: int, attention: Attention) -> PlaneEntries:
     """Return entries [B, E, head_dim] and [B, E, index_dim]."""
     ratio = model.config.table.ratios[layer]
-    source = model.plane_rows(layer, rows.normed)
+    source = model.plane_rows(layer, hidden)
     count = source.shape[0] // batch // ratio
     made = model.compress(layer, source.unflatten(0, (-1, ratio)), torch.arange(count).repeat(batch))
     # The indexer learns from its own loss alone.
@@ -132,7 +124,7 @@ def _select(
     span = model.config.window
     if attention.top_k is None or attention.top_k >= count:
         seen = visible(torch.arange(length), count, ratio)
-        return _Selection(None, torch.where(seen, 0.0, _MASKED).to(rows.query.dtype), query)
+        return _Selection(plane.latent, torch.where(seen, 0.0, _MASKED).to(rows.query.dtype), query)
     k = attention.top_k
     indices = torch.zeros(batch, length, k, dtype=torch.long)
     mask = torch.full((batch, length, k), _MASKED, dtype=rows.query.dtype)
@@ -149,7 +141,8 @@ def _select(
             indices[:, start:stop, :n] = best.indices
             mask[:, start:stop, :n] = torch.where(best.values > -torch.inf, 0.0, _MASKED).to(mask.dtype)
     flat = indices + torch.arange(batch).view(-1, 1, 1) * count
-    return _Selection(flat.view(-1, k), mask.view(-1, 1, k), query)
+    entries = plane.latent.flatten(0, 1).index_select(0, flat.view(-1)).view(-1, k, plane.latent.shape[-1])
+    return _Selection(entries, mask.view(-1, 1, k), query)
 
 
 def _index_loss(
@@ -162,7 +155,7 @@ def _index_loss(
     ratio = length // count
     start, stop = chunk * c.window, (chunk + 1) * c.window
     seen = visible(torch.arange(start, stop), stop // ratio, ratio)
-    query = rows.query.view(batch, length, c.heads, -1)[:, start:stop].flatten(1, 2)
+    query = (rows.query * c.head_dim**-0.5).view(batch, length, c.heads, -1)[:, start:stop].flatten(1, 2)
     with torch.no_grad():
         logits = torch.bmm(query, plane.latent[:, : stop // ratio].transpose(1, 2)).float()
         logits = logits.view(batch, -1, c.heads, stop // ratio).masked_fill(~seen[:, None], _MASKED)
@@ -179,7 +172,7 @@ def _index_loss(
 
 
 def _attend(
-    model: Model, layer: int, query: Tensor, latent: Tensor, plane: PlaneEntries | None, selection: _Selection | None
+    model: Model, layer: int, query: Tensor, latent: Tensor, selection: _Selection | None
 ) -> Tensor:
     """Return attended values [B * T, heads, head_dim], fp32."""
     window = model.config.window
@@ -192,13 +185,11 @@ def _attend(
     band = (column <= row) & (column > row - window)
     band = band & ((torch.arange(chunks) > 0).view(-1, 1, 1) | (column >= window))
     band = torch.where(band, 0.0, _MASKED).to(query.dtype).unsqueeze(2)
-    if plane is None or selection is None:
+    if selection is None:
         entries, mask = latent.new_zeros(query.shape[0], 1, dim), band.new_full((query.shape[0], 1, 1), _MASKED)
-    elif selection.indices is None:
-        entries, mask = plane.latent, selection.mask
     else:
-        entries = functional.embedding(selection.indices, plane.latent.flatten(0, 1))
-        mask = selection.mask
+        entries, mask = selection.entries, selection.mask
+    query = query * model.config.head_dim**-0.5
     out: Tensor = _JointSoftmax.apply(query, keys, entries, band, mask, model.sink(layer))
     return out
 
@@ -251,5 +242,5 @@ class _JointSoftmax(torch.autograd.Function):
         far_diff *= far
         grad_query = torch.bmm(near_diff, keys).view_as(query) + torch.bmm(far_diff, entries).view_as(query)
         grad_keys = torch.bmm(near_diff.transpose(1, 2), near_rows) + torch.bmm(near.transpose(1, 2), near_grad)
-        grad_entries = torch.bmm(far_diff.transpose(1, 2), far_rows) + torch.bmm(far.transpose(1, 2), far_grad)
+        grad_entries = torch.bmm(torch.cat([far_diff, far], 1).transpose(1, 2), torch.cat([far_rows, far_grad], 1))
         return grad_query, grad_keys, grad_entries, None, None, -(shift * sink.exp()).sum(0)

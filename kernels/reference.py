@@ -114,8 +114,9 @@ def top_k(scores: Tensor, visible: Tensor, *, k: int) -> Tensor:
     index = torch.arange(n, device=scores.device)
     # + 0.0 turns -0 into 0. Flipping a negative float's magnitude bits makes signed integers order like floats.
     bits = (scores.to(torch.float32) + 0.0).view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    keys = ((ordered << 32) - index).masked_fill(index >= visible.unsqueeze(-1), _HIDDEN)
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
+    keys = ordered.to(torch.int64).mul_(2**32).sub_(index)
+    keys.masked_fill_(index >= visible.unsqueeze(-1), _HIDDEN)
     best = functional.pad(keys, (0, max(k - n, 0)), value=_HIDDEN).topk(k, dim=-1, sorted=False).values
     hidden = best == _HIDDEN
     chosen = (-best & 0xFFFFFFFF).masked_fill(hidden, 0xFFFFFFFF).sort(dim=-1).values
@@ -199,9 +200,11 @@ def _score(q: Tensor, weights: Tensor, key_tiles: Sequence[Tensor]) -> Tensor:
 def _attend_tile(q: Tensor, sources: Sequence[Tensor], indices: Sequence[Tensor], sink: Tensor, scale: float) -> Tensor:
     """Return out and lse side by side, fp32 [rows, h, D + 1], for q [rows, h, D]."""
     scaled = q.to(torch.float32) * scale
+    invalid = torch.cat([index < 0 for index in indices], dim=-1)
     latents = [_gather(source, index) for source, index in zip(sources, indices, strict=True)]
     scores = torch.cat([torch.bmm(scaled, latent.transpose(1, 2)) for latent in latents], dim=-1)
-    scores.masked_fill_(torch.cat([index < 0 for index in indices], dim=-1).unsqueeze(1), -torch.inf)
+    if bool(invalid.any()):
+        scores.masked_fill_(invalid.unsqueeze(1), -torch.inf)
     # The clamp keeps a row without valid slots from computing -inf - -inf.
     largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
     raised = (scores - largest).exp_()

@@ -7,7 +7,7 @@ the index points at it; a crash between leaves garbage that the next open sweeps
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import lmdb
@@ -36,8 +36,8 @@ from duokv.kvstore.walk import (
     MissReason,
     Runs,
     alive_lead,
-    extend_runs,
     head_of_runs,
+    overlap,
     walk_for_commit,
 )
 
@@ -159,7 +159,7 @@ class BlockStore:
                     self._renew(walk, policy, class_id, stamp)
                 present = walk.present
                 if walk.runs:
-                    stored = self._store(walk, blob, class_id, policy, stamp, payload, origin, seen)
+                    stored, present = self._store(walk, class_id, policy, stamp, payload)
                 elif self._due(stamp):
                     self.flush_uses()
             except (OSError, lmdb.Error) as error:
@@ -180,36 +180,34 @@ class BlockStore:
         self._cache.use_whole(held, class_id, stamp)
 
     def _store(
-        self, walk: CommitWalk, blob: bytes, class_id: int, policy: Policy, stamp: int, payload: Payload | None,
-        origin: Origin, seen: int,
-    ) -> int:  # fmt: skip
+        self, walk: CommitWalk, class_id: int, policy: Policy, stamp: int, payload: Payload | None
+    ) -> tuple[int, int]:
+        """Write what a walk found absent; returns (blocks stored, blocks of the commit that were there already)."""
         wanted = sum(count for _, count in walk.runs)
-        ours = self._index.writes
         granted = self.space.make_room(wanted, class_id, policy, stamp)
         if granted < wanted and self._compactor is not None:
             self._compactor.run((wanted - granted) * self._codec.slot_bytes)
             granted = self.space.make_room(wanted, class_id, policy, stamp)
         pieces = self._pieces(head_of_runs(walk.runs, granted), class_id)
-        if payload is not None and not self._write_pieces(pieces, payload, origin, class_id):
-            return 0
+        if payload is not None and not self._write_pieces(pieces, payload, walk.origin, class_id):
+            return 0, walk.present
         freed = Freed()
-        stored = 0
         with self._state, self._index.write() as txn:
-            if self._due(stamp):
+            # Lives that pass on to exact blocks must hold all uses.
+            if walk.replace or self._due(stamp):
                 self._cache.flush(txn)
                 self._flushed = stamp
-            # Another process may have stored the same blocks while ours were being written.
-            raced = self._index.version() - seen != self._index.writes - ours
-            carried = self._replace(txn, walk, granted, freed)
-            for piece, block in pieces:
-                for extent, life in self._extents(txn, piece, block, blob, class_id, origin, stamp, raced):
-                    for start, old in carried:
-                        life.inherit(old, start - extent.chain_pos)
-                    self.space.publish(txn, piece.writer, extent, life, stamp)
-                    stored += extent.blocks
-        self.space.release(freed)
-        self.space.seal_full()
-        return stored
+            if txn.stored() != walk.stored:
+                # Another process may have stored the same blocks while ours were being written.
+                walk = walk.repeated(txn, self._cache)
+            carried = self._replace(txn, walk, pieces, freed)
+            stored = sum([self._publish(txn, walk, piece, class_id, stamp, carried, freed) for piece in pieces])
+        try:
+            self.space.release(freed)
+            self.space.seal_full()
+        except lmdb.Error as error:
+            self._emit(Degraded("index", f"space of replaced blocks and full segments not settled: {error}"))
+        return stored, walk.present
 
     def _pieces(self, runs: Runs, class_id: int) -> list[tuple[Allocation, int]]:
         """Slots for runs of blocks: (allocation, first block), neither crossing a segment nor a gap in the prompt."""
@@ -243,7 +241,9 @@ class BlockStore:
                         return False
         return True
 
-    def _replace(self, txn: IndexTxn, walk: CommitWalk, granted: int, freed: Freed) -> list[tuple[int, Life]]:
+    def _replace(
+        self, txn: IndexTxn, walk: CommitWalk, pieces: list[tuple[Allocation, int]], freed: Freed
+    ) -> list[tuple[int, Life]]:
         """Take approximate blocks out of the index where exact ones were written; the rest of their extent stays.
 
         Returns (first block, life) of what went: the exact blocks live on as long as those would have.
@@ -251,23 +251,23 @@ class BlockStore:
         carried: list[tuple[int, Life]] = []
         if not walk.replace:
             return carried
-        left = granted
-        taken = {start + i for start, count in walk.runs for i in range(count) if (left := left - 1) >= 0}
+        taken = {block + i for piece, block in pieces for i in range(piece.count)}
         for (block, place, record, _, count), low in walk.replace:
-            high = count
-            while high > low and block + high - 1 not in taken:
-                high -= 1
             raw = txn.life_raw(place)
-            if raw is None or high <= low:
+            if raw is None:
                 continue
             life, extent = Life.decode(raw), Extent.decode(record)
+            high = min(count, life.n)
+            while high > low and block + high - 1 not in taken:
+                high -= 1
+            if high <= low:
+                continue
             segment, slot = extent.segment, extent.first_slot
             if high < life.n:
-                prefixes = extent.prefixes[high * PREFIX_BYTES :]
-                rest = Extent(segment, slot + high, extent.chain_pos + high, extent.class_id, extent.origin, prefixes)
+                rest = extent.rest(high)
                 txn.put_extent(rest)
-                txn.put_life(rest.place, life.rest(high, prefixes[:PREFIX_BYTES]))
-            gone = min(high, life.n) - low
+                txn.put_life(rest.place, life.rest(high, rest.prefixes[:PREFIX_BYTES]))
+            gone = high - low
             old = life.rest(low, b"")
             old.cut(gone)
             carried.append((block + low, old))
@@ -281,24 +281,28 @@ class BlockStore:
             self.space.reset_queue()
         return carried
 
-    def _extents(
-        self, txn: IndexTxn, piece: Allocation, block: int, blob: bytes, class_id: int, origin: Origin, stamp: int,
-        raced: bool,
-    ) -> Iterator[tuple[Extent, Life]]:  # fmt: skip
-        """The extents that written slots make: one, or those still absent if another process was quicker."""
-        runs = [(0, piece.count)]
-        if raced:
-            runs = []
-            for i in range(piece.count):
-                if not txn.walk(blob, block + i, block + i + 1):
-                    extend_runs(runs, i, 1)
-        for start, count in runs:
-            at = (block + start) * KEY_BYTES
-            keys = blob[at : at + count * KEY_BYTES]
+    def _publish(
+        self, txn: IndexTxn, walk: CommitWalk, piece: tuple[Allocation, int], class_id: int, stamp: int,
+        carried: list[tuple[int, Life]], freed: Freed,
+    ) -> int:  # fmt: skip
+        """Make the blocks of written slots visible that are still wanted; returns how many."""
+        slots, block = piece
+        stored = 0
+        unused = (slots.slot, slots.count)
+        for start, count in overlap(walk.runs, block, slots.count):
+            keys = walk.blob[start * KEY_BYTES : (start + count) * KEY_BYTES]
             prefixes = b"".join([keys[i : i + PREFIX_BYTES] for i in range(0, len(keys), KEY_BYTES)])
-            extent = Extent(piece.writer.number, piece.slot + start, block + start, class_id, origin, prefixes)
-            life = Life.born(count, block + start, prefixes[:PREFIX_BYTES], class_id, stamp)
-            yield extent, life
+            slot = slots.slot + start - block
+            extent = Extent(slots.writer.number, slot, start, class_id, walk.origin, prefixes)
+            life = Life.born(count, start, prefixes[:PREFIX_BYTES], class_id, stamp)
+            for old_start, old in carried:
+                life.inherit(old, old_start - start)
+            if self.space.publish(txn, slots.writer, extent, life, stamp, freed):
+                stored += count
+            self.space.discard(txn, slots.writer, unused[0], slot - unused[0], freed)
+            unused = (slot + count, unused[0] + unused[1] - slot - count)
+        self.space.discard(txn, slots.writer, *unused, freed)
+        return stored
 
     # -- lives and housekeeping --------------------------------------------------------------------------------------
 
@@ -354,14 +358,21 @@ class BlockStore:
 
     def quarantine(self, place: int, keep: int, key: bytes, reason: str) -> None:
         """Take a block that did not verify out of the index, and note it for `kvctl verify`."""
-        self.take_out(place, keep, "corrupt")
-        with self._index.write() as txn:
-            note_damage(txn, Damage(key.hex(), place >> 32, (place & 0xFFFFFFFF) + keep, reason, self._clock.wall()))
+        try:
+            self.take_out(place, keep, "corrupt")
+            found = Damage(key.hex(), place >> 32, (place & 0xFFFFFFFF) + keep, reason, self._clock.wall())
+            with self._index.write() as txn:
+                note_damage(txn, found)
+        except lmdb.Error as error:
+            self._emit(Degraded("index", f"block {key.hex()[:16]} is damaged ({reason}) and stays: {error}"))
 
     def lose_segment(self, number: int) -> None:
         """Forget a segment whose file is gone."""
-        with self._write:
-            self.space.lose(number)
+        try:
+            with self._write:
+                self.space.lose(number)
+        except lmdb.Error as error:
+            self._emit(Degraded("index", f"segment {number} is gone and stays: {error}"))
 
     def flush(self) -> None:
         """Make everything committed so far durable."""

@@ -16,7 +16,7 @@ from duokv.kvstore.lives import LifeCache
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import plan_compaction
 from duokv.kvstore.record import BlockCodec, Trailer
-from duokv.kvstore.space import Allocation, Space
+from duokv.kvstore.space import Allocation, Freed, Space
 
 _CHUNK = 32
 _READ_S = 60.0
@@ -114,7 +114,7 @@ class Compactor:
                 )
                 copy = life.rest(done, prefixes[:PREFIX_BYTES])
                 copy.cut(min(copy.n, count))
-                self._space.publish(txn, piece.writer, moved, copy, copy.last_use(0))
+                self._space.publish(txn, piece.writer, moved, copy, copy.last_use(0), Freed())
             if done + count < life.n:
                 # The rest is moved, or lost, next: until then it is reached by nothing but this record.
                 txn.put_life(extent.place, life)

@@ -126,7 +126,8 @@ def find_block(txn: IndexTxn, digits: str) -> tuple[Extent, int, Life] | Absent:
         raise UsageError(f"key {digits!r} fits {len(stored)} blocks; give more digits")
     if stored:
         return next(iter(stored.values()))[0]
-    damage = tuple(damage for damage in damage_noted(txn) if damage.key.startswith(digits))
+    # Some were noted by the part of their key that the index keeps.
+    damage = tuple(noted for noted in damage_noted(txn) if noted.key.startswith(digits[: len(noted.key)]))
     return Absent(digits, bool(cut), damage)
 
 

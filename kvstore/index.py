@@ -64,6 +64,8 @@ class IndexTxn:
         # Opened without buffers=True, so values are bytes: copies that outlive the transaction.
         self._get = cast("Callable[[bytes, None, object], bytes | None]", txn.get)
         self._extents, self._lives, self._segments, self._meta = index.tables
+        self.endings: list[Callable[[bool], None]] = []
+        """Called when a write transaction has ended, with whether it was committed: memory must not run ahead of it."""
 
     def walk(self, blob: bytes, block: int, blocks: int) -> list[Hop]:
         """Follow a prompt's key blob from block `block` to the first one that no extent holds.
@@ -109,6 +111,11 @@ class IndexTxn:
     def put_extent(self, extent: Extent) -> None:
         """Store an extent under its first block."""
         self._txn.put(extent.prefixes[:PREFIX_BYTES], extent.encode(), db=self._extents)
+        self.put_meta(b"stored", (self.stored() + 1).to_bytes(8, "little"))
+
+    def stored(self) -> int:
+        """Extents ever stored, by any process: tells whether another one stored some since."""
+        return int.from_bytes(self.meta(b"stored") or b"", "little")
 
     def drop_extent(self, life: Life, place: int) -> None:
         """Remove an extent with its life; the first block's entry only if it still leads here."""
@@ -237,8 +244,6 @@ class Index:
 
     def __init__(self, path: Path, *, map_bytes: int, readonly: bool = False, lock: bool = True) -> None:
         self.path = path
-        self.writes = 0
-        """Write transactions this process committed."""
         self._pid = os.getpid()
         try:
             if not readonly:
@@ -268,9 +273,17 @@ class Index:
     def write(self) -> Iterator[IndexTxn]:
         """The only write transaction of all processes; commits unless an exception leaves the block."""
         self._same_process()
-        with self._env.begin(write=True) as txn:
-            yield IndexTxn(self, txn)
-        self.writes += 1
+        endings: list[Callable[[bool], None]] = []
+        committed = False
+        try:
+            with self._env.begin(write=True) as raw:
+                txn = IndexTxn(self, raw)
+                endings = txn.endings
+                yield txn
+            committed = True
+        finally:
+            for ending in endings:
+                ending(committed)
 
     def version(self) -> int:
         """Number of the last committed write transaction, of any process."""

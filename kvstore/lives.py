@@ -71,16 +71,26 @@ class LifeCache:
 
     def flush(self, txn: IndexTxn) -> None:
         """Write the pending uses, whole chains together: a parent must never look older than its child."""
+        written: dict[bytes, tuple[bytes, Life]] = {}
+        gone = []
         for place in self._dirty:
             raw = txn.life_raw(place)
             if raw is None:
-                self._lives.pop(place, None)
+                gone.append(place)
                 continue
             life = self.get(place, raw)
             encoded = life.encode()
             txn.put_life_raw(place, encoded)
-            self._lives[place] = (encoded, life)
-        self._dirty.clear()
+            written[place] = (encoded, life)
+
+        def settle(committed: bool) -> None:
+            if committed:
+                self._lives.update(written)
+                for place in gone:
+                    self._lives.pop(place, None)
+                self._dirty.difference_update(written, gone)
+
+        txn.endings.append(settle)
 
     def _shrink(self) -> None:
         self._lives = {place: self._lives[place] for place in self._dirty}

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from duokv.kvstore.walk import MissReason
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.keys import BLOCK_TOKENS, BlockKeys, Media, Namespace, TokenIds, chain_keys, token_bytes
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.store import Blocks, Commit, PrefixHit
+from duokv.kvstore.walk import MissReason
 
 Use = tuple[float, int]
 """When a block was used (seconds since the epoch), and the use's place in the order of all uses."""

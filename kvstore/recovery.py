@@ -228,7 +228,7 @@ class Recovery:
         done.blocks += live
 
     def _parts(self, stamp: int, extent: Extent, checkpoint: Checkpoint) -> Iterator[tuple[Extent, Life]]:
-        """What is left of an extent as it was stored: the parts the checkpoint lists, and all that is younger than it."""
+        """What is left of an extent as it was stored: the parts the checkpoint lists, and all that is younger."""
         seen = checkpoint.seen(extent.segment) - extent.first_slot
         for start in range(min(seen, extent.blocks)):
             life = checkpoint.lives.get(extent.place + start)

@@ -41,11 +41,12 @@ class Allocation:
 
 @dataclass(slots=True)
 class Freed:
-    """What applied cuts leave to be done on the backend: slot ranges to punch, and files without a live block with
-    their bytes, both by file name."""
+    """What a transaction leaves to be done on the backend: slot ranges to punch, and files without a live block with
+    their bytes, both by file name; and segments of ours whose files another process has found gone."""
 
     ranges: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     files: dict[str, int] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
 
 
 class Space:
@@ -80,7 +81,9 @@ class Space:
         self._unsealed: list[SegmentWriter] = []
         """Segments whose sealing failed."""
         self._queue: VictimQueue | None = None
-        self._queue_built = (0, 0, 0.0)
+        self._queue_built = (0, 0.0)
+        """Extents that others had stored when the queue was built, and when that was (monotonic seconds)."""
+        self._published = 0
         self.segment_slots = max(1, config.effective_segment_bytes // self._slot)
         self._step = max(1, config.preallocate_bytes // self._slot)
 
@@ -186,19 +189,54 @@ class Space:
 
     # -- publishing and sealing --------------------------------------------------------------------------------------
 
-    def publish(self, txn: IndexTxn, writer: SegmentWriter, extent: Extent, life: Life, stamp: int) -> None:
-        """Make written slots visible: data is on the backend before this transaction commits."""
+    def publish(
+        self, txn: IndexTxn, writer: SegmentWriter, extent: Extent, life: Life, stamp: int, freed: Freed
+    ) -> bool:
+        """Make written slots visible: data is on the backend before this transaction commits.
+
+        False if another process has found the segment's file gone.
+        """
+        info = self._counted(txn, writer)
+        if info is None:
+            freed.lost.add(writer.number)
+            return False
         txn.put_extent(extent)
         txn.put_life(extent.place, life)
-        info = txn.segment(writer.number)
+        info.used = max(info.used, extent.first_slot + extent.blocks)
+        info.live += extent.blocks
+        txn.put_segment(writer.number, info)
+
+        def settle(committed: bool) -> None:
+            if committed:
+                writer.publish(extent, stamp)
+                self._published += 1
+                if self._queue is not None:
+                    self._queue.add(extent.place, life)
+
+        txn.endings.append(settle)
+        return True
+
+    def discard(self, txn: IndexTxn, writer: SegmentWriter, slot: int, count: int, freed: Freed) -> None:
+        """Give back slots that were written for nothing."""
+        info = self._counted(txn, writer) if count and self._backend.can_punch else None
         if info is not None:
-            info.used = max(info.used, extent.first_slot + extent.blocks)
-            info.live += extent.blocks
-            info.allocated += writer.take_unpublished()
+            info.allocated -= count * self._slot
             txn.put_segment(writer.number, info)
-        writer.publish(extent, stamp)
-        if self._queue is not None:
-            self._queue.add(extent.place, life)
+            freed.ranges[writer.name].append((slot, count))
+
+    def _counted(self, txn: IndexTxn, writer: SegmentWriter) -> SegmentInfo | None:
+        """A segment's record, to be put back, with all that is reserved."""
+        info = txn.segment(writer.number)
+        if info is not None and writer.unpublished:
+            grown = writer.take_unpublished()
+            info.allocated += grown
+
+            def settle(committed: bool) -> None:
+                if not committed:
+                    writer.unpublished += grown
+
+            txn.endings.append(settle)
+        return info
 
     def seal_full(self) -> None:
         """Seal segments that have no room left, now that their slots are published."""
@@ -294,7 +332,7 @@ class Space:
                     plan = queue.plan_capacity(txn, need - gone, before_stamp=before_stamp, now_s=now_s)
                     self._apply(txn, plan, freed)
                     gone += plan.freed
-                if gone >= need or not self._others_wrote():
+                if gone >= need or not self._others_stored(txn):
                     break
                 self.reset_queue()
                 queue = self._victims(txn, policy)
@@ -311,16 +349,15 @@ class Space:
 
     def _victims(self, txn: IndexTxn, policy: Policy) -> VictimQueue:
         now_s = self._clock.monotonic()
-        old = self._others_wrote() and now_s - self._queue_built[2] > _QUEUE_KEPT_S
+        old = self._others_stored(txn) and now_s - self._queue_built[1] > _QUEUE_KEPT_S
         if self._queue is None or self._queue.policy.version != policy.version or old:
             self._queue = VictimQueue.built(txn.lives(), policy)
-            self._queue_built = (self._index.version(), self._index.writes, now_s)
+            self._queue_built = (txn.stored() - self._published, now_s)
         return self._queue
 
-    def _others_wrote(self) -> bool:
-        """Whether other processes changed the index since the queue was built: it may not know their extents."""
-        version, writes, _ = self._queue_built
-        return self._index.version() - version != self._index.writes - writes
+    def _others_stored(self, txn: IndexTxn) -> bool:
+        """Whether other processes stored extents since the queue was built, which does not know them then."""
+        return txn.stored() - self._published != self._queue_built[0]
 
     def apply(self, plan: ReclaimPlan) -> None:
         """Carry out a plan made elsewhere (operators, quarantine)."""
@@ -422,6 +459,8 @@ class Space:
                 self._take_back(name, sum(n for _, n in ranges) * self._slot)
         for name, length in freed.files.items():
             self._remove(name, length)
+        for number in freed.lost:
+            self.lose(number)
 
     def _lose_if_gone(self, name: str) -> None:
         parsed = parse_name(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from duokv.kvstore.extent import PLACE, Cutoffs, Life
@@ -61,14 +61,24 @@ class Found:
 class CommitWalk:
     """A prompt against the index.
 
-    hops: (place, life, blocks of the prompt) per extent found. runs: blocks to write. replace: hops whose blocks from
-    an offset on are approximate and are to be replaced by exact ones. present: blocks of the commit found stored.
+    stored: the index's count of extents ever stored. hops: (place, life, blocks of the prompt) per extent found. runs:
+    blocks to write. replace: hops whose blocks from an offset on are approximate and are to be replaced by exact ones.
+    present: blocks of the commit found stored.
     """
 
-    hops: list[tuple[bytes, Life, int]]
-    runs: Runs
-    replace: list[tuple[Hop, int]]
-    present: int
+    blob: bytes
+    blocks: int
+    first: int
+    origin: Origin
+    stored: int
+    hops: list[tuple[bytes, Life, int]] = field(default_factory=list)
+    runs: Runs = field(default_factory=list)
+    replace: list[tuple[Hop, int]] = field(default_factory=list)
+    present: int = 0
+
+    def repeated(self, txn: IndexTxn, cache: LifeCache) -> CommitWalk:
+        """The same walk as of `txn`."""
+        return walk_for_commit(txn, cache, self.blob, self.blocks, self.first, self.origin)
 
 
 def walk_for_commit(
@@ -76,7 +86,7 @@ def walk_for_commit(
     known: Found | None = None, version: int = -1,
 ) -> CommitWalk:  # fmt: skip
     """Find what is stored of a prompt's first `blocks` blocks, and what a commit from block `first` on must write."""
-    walk = CommitWalk([], [], [], 0)
+    walk = CommitWalk(blob, blocks, first, origin, txn.stored())
     reachable = True
     block = 0
     if known is not None and known.still_holds(version, blob, blocks):
@@ -128,6 +138,15 @@ def extend_runs(runs: Runs, first: int, count: int) -> None:
         runs[-1] = (runs[-1][0], runs[-1][1] + count)
     else:
         runs.append((first, count))
+
+
+def overlap(runs: Runs, first: int, count: int) -> Runs:
+    """The parts of runs within [first, first + count)."""
+    return [
+        (low, high - low)
+        for start, length in runs
+        if (low := max(first, start)) < (high := min(first + count, start + length))
+    ]
 
 
 def head_of_runs(runs: Runs, count: int) -> Runs:

@@ -80,8 +80,13 @@ def ttl_set(
     """Change how long a class's blocks live, at once and for blocks stored already; says what that frees."""
     ttl_s = parse_duration(duration)
     chosen = None if mode is None else choice("--mode", mode, _MODES)
-    with target(None, store, config, geometry).open(change=not dry_run) as view:
-        change = change_ttl(view, name, ttl_s, mode=chosen, add=add, dry_run=dry_run)
+    place = target(None, store, config, geometry)
+    # Looked at first, so that misuse does not even open the store for changes.
+    with place.inspect() as view:
+        change = change_ttl(view, name, ttl_s, mode=chosen, add=add, dry_run=True)
+    if not dry_run:
+        with place.operate() as view:
+            change = change_ttl(view, name, ttl_s, mode=chosen, add=add)
     if not show(change, as_json=as_json):
         _print_change(change)
 
@@ -116,10 +121,14 @@ def evict_blocks(  # noqa: PLR0913, PLR0917  one argument an option
     chosen = [plan for plan in plans.values() if plan is not None]
     if len(chosen) != 1:
         raise UsageError(f"evict takes one of {', '.join(plans)}; {len(chosen)} were given")
-    with target(store_argument, store, config, geometry).open(change=not dry_run) as view:
+    place = target(store_argument, store, config, geometry)
+    with place.inspect() as view:
         with view.snapshot() as txn:
             plan = chosen[0](view, txn)
-        done = evict(view, plan, dry_run=dry_run)
+        done = evict(view, plan, dry_run=True)
+    if not dry_run:
+        with place.operate() as view:
+            done = evict(view, plan)
     if not show(done, as_json=as_json):
         _print_evicted(done)
 

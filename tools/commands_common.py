@@ -58,10 +58,6 @@ class Target:
         """Open it to change it."""
         return operate_store(self.url, config=self.config, geometry=self.geometry)
 
-    def open(self, *, change: bool) -> AbstractContextManager[StoreView]:
-        """Open it to change it, or only to look."""
-        return self.operate() if change else self.inspect()
-
 
 def target(named: str | None, store: str | None, config: Path | None, geometry: str | None) -> Target:
     """Make out which store is meant, from the argument or --store; UsageError if none is."""

@@ -93,9 +93,9 @@ def replay_trace(console: Console, trace: Path | None, limit: int | None, out: P
     life = format_duration(options.policy.classes[traffic].ttl_s)
     console.rule("1. A request trace through the store", align="left")
     console.print(
-        f"Every prompt is looked up, planned and stored by the store's own code under a virtual clock; only the "
-        f"blocks' bytes are left out.\n[bold]{escape(source.name)}[/]: {len(requests):,} requests of class {traffic}. A block "
-        f"lives {life} after its last use, a sliding-window (SWA) state 180 s.\n"
+        "Every prompt is looked up, planned and stored by the store's own code under a virtual clock; only the blocks' "
+        f"bytes are left out.\n[bold]{escape(source.name)}[/]: {len(requests):,} requests of class {traffic}. A "
+        f"block lives {life} after its last use, a sliding-window (SWA) state 180 s.\n"
     )
     observer = Observer()
     with requests_bar(len(requests)) as advance:

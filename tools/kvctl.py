@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from duokv.tools.commands_simulate import simulate
 _EPILOG = """Exit codes: 0 done; 1 damage found (verify), or the key is not there (explain); 2 misuse, or a store that
 cannot be opened; 130 interrupted. Errors are one line on stderr: --debug, or DUOKV_DEBUG=1, adds the traceback."""
 _INTERRUPTED = 130
-_PIPE_CLOSED = 141
 
 app = typer.Typer(
     help="Operate a DuoKV store: a folder or file:// URL, given with --store, DUOKV_STORE or as the last argument. "
@@ -48,16 +48,14 @@ def options(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run kvctl and exit with its code."""
+    """Run kvctl and exit with its code. Without `argv` the process is kvctl's own: a closed pipe ends it, as usual."""
+    if argv is None:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("DUOKV_DEBUG", "") not in ("", "0")
     try:
         code = app([arg for arg in args if arg != "--debug"], prog_name="kvctl", standalone_mode=False)
         sys.exit(_report("interrupted; run it again", _INTERRUPTED) if code == _INTERRUPTED else code)
-    except BrokenPipeError:
-        # Whoever read our output has gone; what is left in the buffer must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_PIPE_CLOSED)
     except Exception as error:  # noqa: BLE001  the one place where any error becomes a line
         if debug:
             traceback.print_exc()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +72,13 @@ class World:
         hit = store.lookup(ns, tokens, traffic)
         assert self.load(store, hit) == len(hit.keys)
         return len(hit.keys)
+
+    def kvctl(self, *arguments: str) -> tuple[int, str]:
+        """Run the command on the store at `root`; returns its exit code and what it printed."""
+        command = [sys.executable, "-m", "duokv.tools.kvctl", *arguments, "--store", str(self.root)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode in {0, 1}, done.stderr
+        return done.returncode, done.stdout
 
     def close(self) -> None:
         """Close what is still open."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections import Counter
@@ -99,6 +100,7 @@ def test_case_07_a_store_opened_again_has_everything_and_writes_nothing(world: W
     store = world.on_files()
     assert [world.put(store, tokens) for tokens in prompts] == [10] * 10
     store.close()
+    told = stat(world)
     sizes = {path: path.stat().st_size for path in world.segments()}
     store = world.on_files()
     before = store.stats()
@@ -113,3 +115,13 @@ def test_case_07_a_store_opened_again_has_everything_and_writes_nothing(world: W
         assert getattr(after, name) == getattr(before, name)
     store.close()
     assert {path: path.stat().st_size for path in world.segments()} == sizes
+    assert stat(world) == told
+    assert told["blocks"] == 100
+
+
+def stat(world: World) -> dict[str, object]:
+    """What `kvctl stat` counts."""
+    code, printed = world.kvctl("stat", "--json")
+    assert code == 0
+    told = json.loads(printed)
+    return {name: told[name] for name in ("blocks", "extents", "segments", "physical_bytes", "live_bytes", "damage")}

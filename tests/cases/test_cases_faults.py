@@ -41,7 +41,8 @@ def test_case_02_a_put_that_fails_half_way_leaves_nothing(world: World, kind: Ki
     that the index does not know, and a failure that cost blocks is counted once.
     """
     rounds = 0
-    for rounds, backend in enumerate(fail_each(MemoryBackend, kind, lasting=lasting)):
+    for backend in fail_each(MemoryBackend, kind, lasting=lasting):
+        rounds += 1
         store = world.fresh(backend, config(fsync="always"))
         events = record(store)
         done = store.commit(NS, TOKENS, world.content(KEYS))
@@ -58,7 +59,7 @@ def test_case_02_a_put_that_fails_half_way_leaves_nothing(world: World, kind: Ki
         store.flush()
         check_space(store, backend)
         store.close()
-    assert rounds > 1
+    assert rounds > 2
 
 
 @pytest.mark.parametrize("torn_bytes", [0, 1, SLOT, 2 * SLOT + 100])
@@ -176,6 +177,25 @@ def test_case_09_a_flipped_bit_is_a_miss_and_the_record_is_taken_out(world: Worl
     assert world.get(store, TOKENS) == 8
 
 
+@pytest.mark.parametrize("loaded", [False, True], ids=["unread", "found by a load"])
+def test_case_09_kvctl_verify_names_the_damage(world: World, loaded: bool) -> None:
+    """The same for an operator: `kvctl verify` names the block and fails, also when a load has taken it out already."""
+    store = world.on_files()
+    world.put(store, TOKENS)
+    assert world.kvctl("verify")[0] == 0
+    path = world.segments()[1]
+    raw = bytearray(path.read_bytes())
+    raw[SLOT] ^= 1
+    path.write_bytes(raw)
+    if loaded:
+        assert world.load(store, store.lookup(NS, TOKENS)) == 4
+    store.close()
+    code, printed = world.kvctl("verify", "--json")
+    assert code == 1
+    assert KEYS[4].hex()[:32] in printed
+    assert not any(key.hex()[:32] in printed for key in (KEYS[3], KEYS[5]))
+
+
 @pytest.mark.parametrize("lent", [True, False], ids=["lent rows", "own rows"])
 def test_case_09_a_backend_that_hangs_is_a_miss_within_the_deadline(world: World, lent: bool) -> None:
     """A read that took a minute held its request up for a minute. Here the caller goes on; the block stays good.
@@ -278,3 +298,4 @@ def test_case_15_a_killed_writer_leaves_a_store_that_opens(world: World) -> None
         assert list((world.root / ".tmp").iterdir()) == [world.root / ".tmp" / "in-use"]
         store.close()
         number += 1
+    assert world.kvctl("verify")[0] == 0

@@ -59,7 +59,7 @@ def test_case_04_another_parallel_layout_on_the_same_root_misses(world: World, c
     world.put(store, TOKENS, written)
     store.close()
     store = world.on_files()
-    hit = store.lookup(replace(written, **change), TOKENS)
+    hit = store.lookup(replace(written, **change), TOKENS)  # type: ignore[arg-type]
     assert (hit.tokens, world.load(store, hit)) == (0, 0)
     assert world.get(store, TOKENS, written) == 5
 
@@ -102,7 +102,8 @@ def test_case_05_text_moved_between_any_two_fields_changes_the_key() -> None:
     spaces = [blank, replace(blank, adapter=None), replace(blank, salt=None)]
     for name in names:
         for text in ("X", "XX", "X\0", "\1\0\0\0X"):
-            spaces.append(replace(blank, **{name: text.encode() if name == "salt" else text}))
+            value = text.encode() if name == "salt" else text
+            spaces.append(replace(blank, **{name: value}))  # type: ignore[arg-type]
     assert len(set(spaces)) == len(spaces) == 3 + 4 * len(names)
     assert len({chain_keys(ns, TOKENS)[0] for ns in spaces}) == len(spaces)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal
@@ -130,6 +132,18 @@ def test_case_12_a_pin_nobody_came_back_for_runs_out(world: World, closed: bool)
     assert world.put(store, prompt([31] * 10), traffic="keep") == 10
     assert store.lookup(NS, held).tokens == 0
     assert not [held for held in census(store).blocks.values() if held.stamps.get(PIN_CLASS)]
+
+
+def test_case_12_kvctl_lists_a_pin_while_it_holds(world: World) -> None:
+    """The same for an operator: what is held is listed, and what has run out is not."""
+    world.hands.now = time.time()
+    store = world.on_files()
+    tokens = prompt([1, 2, 3])
+    world.put(store, tokens, traffic="keep")
+    for ttl_s, held in ((-1.0, 0), (3600.0, 3)):
+        assert store.pin(chain_keys(NS, tokens), ttl_s=ttl_s) == 3
+        assert json.loads(world.kvctl("stat", "--json")[1])["pinned"] == held
+        assert json.loads(world.kvctl("ls", "--state", "pinned", "--json")[1])["total"] == (held > 0)
 
 
 def test_case_12_a_pin_outlasts_expiry_and_ends_it(world: World) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
-from duokv.kvstore.events import Event
+from duokv.kvstore.events import Event, EventBus
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import IndexTxn, SegmentInfo
@@ -76,6 +76,14 @@ def open_test_store(
     return open_store(
         "memory://test", geometry=GEOMETRY, config=settings, clock=hands.clock, backend=backend, boot_id=boot_id
     )
+
+
+def peer_of(store: KVStore, backend: Backend, hands: Hands) -> KVStore:
+    """Another process's store on the same index, as far as one process can have that."""
+    return KVStore(
+        backend=backend, index=store._index, geometry=store.geometry, config=store.config, clock=hands.clock,
+        events=EventBus(), writer_id="peer", locks=(), on_close=lambda: None,
+    )  # fmt: skip
 
 
 def set_policy(store: KVStore, policy: Policy) -> Policy:
@@ -164,12 +172,13 @@ def files_of(backend: Backend) -> dict[str, int]:
     return {file.name: file.allocated for file in backend.list("seg/")}
 
 
-def check_space(store: KVStore, backend: Backend) -> None:
-    """What the store says it takes is what its files take; unsealed ones may keep room for a footer."""
+def check_space(store: KVStore, backend: Backend, *peers: KVStore) -> None:
+    """What stores say they take is what their files take; unsealed ones may keep room for a footer."""
     found = census(store)
     files = files_of(backend)
     assert set(files) == {info.name(number) for number, info in found.segments.items()}
-    pending = {writer.number: writer.unpublished for writer in store.blocks.space._writers()}
+    writers = [writer for each in (store, *peers) for writer in each.blocks.space._writers()]
+    pending = {writer.number: writer.unpublished for writer in writers}
     for number, info in found.segments.items():
         said = info.allocated + pending.get(number, 0)
         spare = 0 if info.sealed else footer_reserve(store.blocks.space.segment_slots)

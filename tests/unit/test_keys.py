@@ -68,7 +68,7 @@ def test_different_namespaces_have_different_roots(one: Namespace, other: Namesp
 @pytest.mark.parametrize("field", [field.name for field in fields(Namespace)])
 def test_every_field_of_the_namespace_counts(field: str) -> None:
     value = b"other" if field == "salt" else "other"
-    changed = keys(replace(NS, **{field: value}))
+    changed = keys(replace(NS, **{field: value}))  # type: ignore[arg-type]
     assert not set(changed) & set(keys())
 
 

@@ -123,7 +123,7 @@ def test_rows_that_cannot_hold_a_block_are_refused(world: World) -> None:
         np.zeros(8 * GEOMETRY.payload_bytes, np.uint8),
     ):
         with pytest.raises(UsageError, match=r"^load: [^\n]+ rows of 4096 bytes"):
-            world.store.load(world.hit, out)
+            world.store.load(world.hit, out)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="from block -1"):
         world.store.load(world.hit, np.zeros((8, 4096), np.uint8), first_block=-1)
 

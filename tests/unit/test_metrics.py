@@ -98,9 +98,12 @@ def test_a_snapshot_is_of_its_moment() -> None:
 
 def test_threads_lose_no_count() -> None:
     counters = Counters()
-    threads = [
-        threading.Thread(target=lambda: [counters(ev.SpaceFreed("seg/a", 1)) for _ in range(2_000)]) for _ in range(4)
-    ]
+
+    def add() -> None:
+        for _ in range(2_000):
+            counters(ev.SpaceFreed("seg/a", 1))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
