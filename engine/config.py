@@ -5,12 +5,13 @@ Sources: DeepSeek-V4.1 paper (arXiv 2609.19969) for the layer pattern, the laten
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from duokv.kernels.formats import RecordFormat, index_fp4, latent_fp4, latent_fp8
 from duokv.kvstore.errors import UsageError, nearest
-from duokv.kvstore.geometry import WINDOW_TOKENS, CacheGeometry, LayerTable
+from duokv.kvstore.geometry import BLOCK_TOKENS, ROLLBACK_TOKENS, WINDOW_TOKENS, CacheGeometry, LayerTable
 
 LOOK_BACK = 3
 """Token ids before its own that an n-gram row reads, wherever a computation restarts."""
@@ -125,6 +126,97 @@ class ModelConfig:
         if self.plane_of(layer) is None:
             return None
         return max(source for source in self.index_sources if source <= layer)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteBudget:
+    """What a model takes.
+
+    parameters: their number; parameter_bytes: as bf16. block_bytes: a block of 128 tokens. swa_bytes: the state at one
+    boundary.
+    """
+
+    parameters: int
+    parameter_bytes: int
+    block_bytes: int
+    swa_bytes: int
+
+
+def byte_budget(config: ModelConfig) -> ByteBudget:
+    """Count a model's parameters and what it stores, from its own shapes and formats; nothing is allocated."""
+    parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    table = config.table
+    entries = sum(BLOCK_TOKENS // table.ratios[layer] for layer in table.owners)
+    block = entries * (config.latent_format.nbytes + config.index_format.nbytes)
+    ring = (config.window + ROLLBACK_TOKENS) * config.window_format.nbytes
+    return ByteBudget(
+        parameters=parameters,
+        parameter_bytes=2 * parameters,
+        block_bytes=-(-block // table.padding) * table.padding,
+        swa_bytes=ring * config.encoder_layers,
+    )
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return every parameter's name and shape, in a fixed order."""
+    c = config
+    shapes: dict[str, tuple[int, ...]] = {"embed": (c.vocab_size, c.hidden)}
+    for layer in range(c.layers):
+        own: dict[str, tuple[int, ...]] = {
+            "attn_norm": (c.hidden,),
+            "q_down": (c.q_rank, c.hidden),
+            "q_norm": (c.q_rank,),
+            "q_up": (c.heads * c.head_dim, c.q_rank),
+            "kv": (c.head_dim, c.hidden),
+            "kv_norm": (c.head_dim,),
+            "sink": (c.heads,),
+            "out": (c.hidden, c.heads * c.head_dim),
+            "ffn_norm": (c.hidden,),
+        }
+        own |= _plane_shapes(c, layer) | _index_shapes(c, layer) | _engram_shapes(c, layer) | _ffn_shapes(c, layer)
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+    return shapes | {"norm": (c.hidden,), "head": (c.vocab_size, c.hidden)}
+
+
+def _plane_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    if layer not in c.table.owners:
+        return {}
+    ratio = c.table.ratios[layer]
+    shapes: dict[str, tuple[int, ...]] = {"plane.kv": (c.head_dim, c.hidden), "plane.norm": (c.head_dim,)}
+    if ratio > 1:
+        shapes |= {"plane.gate": (c.head_dim, c.hidden), "plane.bias": (ratio, c.head_dim)}
+    return shapes | {"index.k": (c.index_dim, c.head_dim), "index.k_norm": (c.index_dim,)}
+
+
+def _index_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    if layer not in c.index_sources:
+        return {}
+    return {"index.q": (c.index_heads * c.index_dim, c.q_rank), "index.weight": (c.index_heads, c.hidden)}
+
+
+def _engram_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    if layer not in c.engram_layers:
+        return {}
+    width = len(NGRAM_ORDERS) * c.engram_dim
+    return {
+        "engram.table": (len(NGRAM_ORDERS) * c.engram_rows, c.engram_dim),
+        "engram.norm": (c.hidden,),
+        "engram.key": (c.hidden, width),
+        "engram.value": (c.hidden, width),
+    }
+
+
+def _ffn_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    if layer in c.dense_layers:
+        return {"ffn.up": (2 * c.ffn_hidden, c.hidden), "ffn.down": (c.hidden, c.ffn_hidden)}
+    return {
+        "ffn.up": (2 * c.shared_hidden, c.hidden),
+        "ffn.down": (c.hidden, c.shared_hidden),
+        "router": (c.experts, c.hidden),
+        "router_bias": (c.experts,),
+        "experts.up": (2 * c.experts * c.expert_hidden, c.hidden),
+        "experts.down": (c.hidden, c.experts * c.expert_hidden),
+    }
 
 
 _PRESETS = {

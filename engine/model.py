@@ -1,9 +1,9 @@
-"""The model: its parameters, the row-wise pieces of each layer, and the plain forward pass over a whole text.
+"""The model: its weights and the row-wise pieces of each layer.
 
 A row is one token's state at one layer. Every piece takes any rows, in any order, with their absolute positions, and
 computes each from itself alone: nothing crosses rows but attention and the n-gram look-back, whose inputs are
-arguments. Run inside `kernels.rows.row_tiled` (as `Model.attention_rows` and its like do), a text computed in chunks,
-or from a restored prefix, is bit-identical to one computed at once.
+arguments. Run in tiles of a fixed number of rows, as `engine.forward` does, a text computed in chunks, or from a
+restored prefix, is bit-identical to one computed at once.
 
 The residual stream is fp32; what enters a matrix is in the weights' dtype. Weights are only read, so one model serves
 any number of threads.
@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from duokv.engine.config import LOOK_BACK, NGRAM_ORDERS, ModelConfig
-from duokv.kernels.reference import apply_rope
+from duokv.kernels.reference import apply_rope, compress
 from duokv.kernels.rows import linear
 
 _HASH_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
@@ -51,68 +52,6 @@ class IndexQuery(NamedTuple):
 
     query: Tensor
     weight: Tensor
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return every parameter's name and shape, in a fixed order."""
-    c = config
-    shapes: dict[str, tuple[int, ...]] = {"embed": (c.vocab_size, c.hidden)}
-    for layer in range(c.layers):
-        own: dict[str, tuple[int, ...]] = {
-            "attn_norm": (c.hidden,),
-            "q_down": (c.q_rank, c.hidden),
-            "q_norm": (c.q_rank,),
-            "q_up": (c.heads * c.head_dim, c.q_rank),
-            "kv": (c.head_dim, c.hidden),
-            "kv_norm": (c.head_dim,),
-            "sink": (c.heads,),
-            "out": (c.hidden, c.heads * c.head_dim),
-            "ffn_norm": (c.hidden,),
-        }
-        own |= _plane_shapes(c, layer) | _index_shapes(c, layer) | _engram_shapes(c, layer) | _ffn_shapes(c, layer)
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
-    return shapes | {"norm": (c.hidden,), "head": (c.vocab_size, c.hidden)}
-
-
-def _plane_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    if layer not in c.table.owners:
-        return {}
-    ratio = c.table.ratios[layer]
-    shapes: dict[str, tuple[int, ...]] = {"plane.kv": (c.head_dim, c.hidden), "plane.norm": (c.head_dim,)}
-    if ratio > 1:
-        shapes |= {"plane.gate": (c.head_dim, c.hidden), "plane.bias": (ratio, c.head_dim)}
-    return shapes | {"index.k": (c.index_dim, c.head_dim), "index.k_norm": (c.index_dim,)}
-
-
-def _index_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    if layer not in c.index_sources:
-        return {}
-    return {"index.q": (c.index_heads * c.index_dim, c.q_rank), "index.weight": (c.index_heads, c.hidden)}
-
-
-def _engram_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    if layer not in c.engram_layers:
-        return {}
-    width = len(NGRAM_ORDERS) * c.engram_dim
-    return {
-        "engram.table": (len(NGRAM_ORDERS) * c.engram_rows, c.engram_dim),
-        "engram.norm": (c.hidden,),
-        "engram.key": (c.hidden, width),
-        "engram.value": (c.hidden, width),
-    }
-
-
-def _ffn_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    if layer in c.dense_layers:
-        return {"ffn.up": (2 * c.ffn_hidden, c.hidden), "ffn.down": (c.hidden, c.ffn_hidden)}
-    return {
-        "ffn.up": (2 * c.shared_hidden, c.hidden),
-        "ffn.down": (c.hidden, c.shared_hidden),
-        "router": (c.experts, c.hidden),
-        "router_bias": (c.experts,),
-        "experts.up": (2 * c.experts * c.expert_hidden, c.hidden),
-        "experts.down": (c.hidden, c.experts * c.expert_hidden),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +109,9 @@ class Model:
         position of its first token. The indexer's K is taken from the compressed KV.
         """
         ratio = self.config.table.ratios[layer]
-        mixed = rows.squeeze(1)
-        if ratio > 1:
-            values, gates = rows.float().chunk(2, dim=-1)
-            shares = torch.softmax(gates + self._weight(layer, "plane.bias").float(), dim=1)
-            mixed = (values * shares).sum(1)
+        values, gates = rows.chunk(2, dim=-1) if ratio > 1 else (rows, rows)
+        bias = self._weight(layer, "plane.bias") if ratio > 1 else rows.new_zeros(1)
+        mixed = compress(values, gates, bias)
         latent = self._norm(mixed, self._weight(layer, "plane.norm"))
         index = self._norm(linear(latent, self._weight(layer, "index.k")), self._weight(layer, "index.k_norm"))
         rope = self.rope[entries * ratio]
@@ -233,34 +170,27 @@ class Model:
 
     def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return RMSNorm over the last dimension, computed in fp32, in the weights' dtype."""
-        dtype = self.weights["norm"].dtype
-        if x.requires_grad:
-            return _norm_ag(x, weight, self.config.norm_eps, dtype)
-        x = x.float()
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        return normed.to(dtype) if weight is None else (normed * weight.float()).to(dtype)
+        normed: Tensor = _RmsNorm.apply(x, self.config.norm_eps, self.weights["norm"].dtype)  # type: ignore[no-untyped-call]
+        return normed if weight is None else normed * weight
 
 
 class _RmsNorm(torch.autograd.Function):
+    """Written out because it is a large part of training, and autograd would pass over the rows three times as often."""
+
     @staticmethod
-    def forward(ctx, x, eps, dtype):
-        inv = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        out = (x * inv).to(dtype)
-        ctx.save_for_backward(out, inv)
-        ctx.dt = x.dtype
+    def forward(ctx: FunctionCtx, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
+        out = (x * inverse).to(dtype)
+        ctx.save_for_backward(out, inverse)
         return out
 
     @staticmethod
-    def backward(ctx, g):
-        out, inv = ctx.saved_tensors
-        m = (g * out).sum(-1, keepdim=True, dtype=torch.float32).div_(-out.shape[-1])
-        d = torch.addcmul(g, out, m.to(g.dtype))
-        return (d * inv).to(ctx.dt), None, None
-
-
-def _norm_ag(x, weight, eps, dtype):
-    y = _RmsNorm.apply(x, eps, dtype)
-    return y if weight is None else y * weight
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        out, inverse = ctx.saved_tensors
+        along = (grad * out).mean(-1, keepdim=True, dtype=torch.float32)
+        return torch.addcmul(grad, out, along.to(grad.dtype), value=-1) * inverse, None, None
 
 
 def ngram_hashes(tokens: Tensor, rows: int) -> Tensor:

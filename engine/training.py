@@ -1,7 +1,9 @@
-"""The batched, differentiable forward pass: banded windows, gathered entries, quantisation in the loop.
+"""The batched, differentiable forward pass: banded windows, gathered entries, records' rounding in the loop.
 
-It computes what `forward` computes from the same row-wise pieces, with other products: neither is bit-identical to the
-other. Texts are [B, T] with T a multiple of the window; positions start at 0 in each.
+It computes what `forward` computes, from the same row-wise pieces, with products and roundings of its own: close to it,
+not bit-identical. Texts are [B, T], T a multiple of 64, and start at position 0. A selection of entries cannot be
+differentiated, so the indexer learns from a loss of its own: its softmax over a row's visible entries shall be the
+mass that the heads' attention gives them.
 """
 
 from __future__ import annotations
@@ -11,30 +13,34 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from duokv.engine.config import LOOK_BACK, ModelConfig
 from duokv.engine.model import IndexQuery, Model, PlaneEntries, Projections
 from duokv.kernels.formats import fake_quant
 
+_CHUNK = 64
+"""Rows that share a band of keys; a divisor of the window. Narrower bands waste less, wider ones make larger products."""
 _MASKED = -1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
-    """What attention computes in a training pass.
+class Pass:
+    """How a forward pass differs from inference.
 
-    top_k: entries a row attends to; None for all visible ones. quantise: store through the record formats.
-    plane: False cuts the compressed KV off, leaving the windows.
+    quantise: window and entries are rounded to their records, gradients passing straight through.
+    planes: False leaves the windows alone, as if no compressed KV had ever been kept.
+    learn_rows: positions at which the indexers' loss is taken and experts' load is counted; None: nowhere.
     """
 
-    top_k: int | None
-    quantise: bool
-    plane: bool = True
+    quantise: bool = True
+    planes: bool = True
+    learn_rows: slice | None = None
 
 
 class BatchOutput(NamedTuple):
-    """Residual stream [B * T, hidden] after the last layer; the indexers' loss; each expert layer's load [experts]."""
+    """Residual stream [B * T, hidden] after the last layer; the indexers' loss; by layer, each expert's share [experts]."""
 
     hidden: Tensor
     index_loss: Tensor
@@ -42,205 +48,167 @@ class BatchOutput(NamedTuple):
 
 
 class _Selection(NamedTuple):
-    """A source's entries: [B * T, K] indices of rows of the flattened plane, additive mask [B * T, 1, K]; scores' inputs."""
+    """What a source selected: entries [B * T, k, head_dim], additive mask [B * T, 1, k]; and what it asked with."""
 
     entries: Tensor
     mask: Tensor
     query: IndexQuery
 
 
-def batch_forward(model: Model, tokens: Tensor, attention: Attention, *, sampled_chunk: int | None) -> BatchOutput:
-    """Run texts [B, T] through all layers. `sampled_chunk`: chunk of window rows that teaches the indexer, None: none."""
+def batch_forward(model: Model, tokens: Tensor, how: Pass) -> BatchOutput:
+    """Run token ids [B, T] through all layers."""
     c = model.config
     batch, length = tokens.shape
     positions = torch.arange(length).repeat(batch)
+    grams = functional.pad(tokens, (LOOK_BACK, 0), value=-1).unfold(1, LOOK_BACK + 1, 1).flatten(0, 1)
     hidden = model.embed_rows(tokens.flatten())
-    grams = look_back_rows(tokens)
     index_loss, loads = hidden.new_zeros(()), {}
-    plane, selection = None, None
+    plane: PlaneEntries | None = None
+    selection: _Selection | None = None
     for layer in range(c.layers):
         if layer in c.engram_layers:
             hidden = hidden + model.engram_rows(layer, hidden, grams)
+        if how.planes and layer in c.table.owners:
+            plane = _plane(model, layer, hidden, batch, how)
         rows = model.qkv_rows(layer, hidden, positions)
-        if attention.plane and layer in c.table.owners:
-            plane = _make_plane(model, layer, hidden, batch, attention)
         if plane is not None and layer in c.index_sources:
-            selection = _select(model, layer, rows, positions, plane, attention)
-        latent = fake_quant(rows.latent, c.window_format) if attention.quantise else rows.latent
-        latent = latent.view(batch, length, -1)
-        if plane is not None and selection is not None and sampled_chunk is not None:
-            index_loss = index_loss + _index_loss(model, layer, rows, plane, selection, batch, sampled_chunk)
-        attended = _attend(model, layer, rows.query, latent, selection)
-        hidden = hidden + model.output_rows(layer, attended.to(rows.query.dtype), positions)
-        if sampled_chunk is not None and layer not in c.dense_layers:
+            selection = _select(c, model.index_q(layer, rows, positions), plane)
+        latent = fake_quant(rows.latent, c.window_format) if how.quantise else rows.latent
+        if plane is not None and selection is not None and how.learn_rows is not None:
+            index_loss = index_loss + _index_loss(c, rows, plane, selection.query, how.learn_rows)
+        attended = _attend(model, layer, rows, latent.unflatten(0, (batch, length)), selection)
+        hidden = hidden + model.output_rows(layer, attended, positions)
+        if how.learn_rows is not None and layer not in c.dense_layers:
             with torch.no_grad():
-                loads[layer] = (model.expert_gates(layer, hidden[-512:]) > 0).float().mean(0)
+                sample = hidden.unflatten(0, (batch, length))[:, how.learn_rows].flatten(0, 1)
+                loads[layer] = (model.expert_gates(layer, sample) > 0).float().mean(0)
         hidden = hidden + model.ffn_rows(layer, hidden)
     return BatchOutput(hidden, index_loss, loads)
 
 
-def look_back_rows(tokens: Tensor) -> Tensor:
-    """Return [B * T, LOOK_BACK + 1] token ids of texts [B, T], -1 before the start."""
-    padded = functional.pad(tokens, (LOOK_BACK, 0), value=-1)
-    return padded.unfold(1, LOOK_BACK + 1, 1).reshape(-1, LOOK_BACK + 1)
-
-
-def _make_plane(model: Model, layer: int, hidden: Tensor, batch: int, attention: Attention) -> PlaneEntries:
+def _plane(model: Model, layer: int, hidden: Tensor, batch: int, how: Pass) -> PlaneEntries:
     """Return entries [B, E, head_dim] and [B, E, index_dim]."""
-    ratio = model.config.table.ratios[layer]
+    c = model.config
     source = model.plane_rows(layer, hidden)
+    ratio = c.table.ratios[layer]
     count = source.shape[0] // batch // ratio
-    made = model.compress(layer, source.unflatten(0, (-1, ratio)), torch.arange(count).repeat(batch))
-    # The indexer learns from its own loss alone.
-    latent, index = made
-    if attention.quantise:
-        latent = fake_quant(latent, model.config.latent_format)
-        index = fake_quant(index, model.config.index_format)
-    return PlaneEntries(latent.view(batch, count, -1), index.view(batch, count, -1))
+    latent, index = model.compress(layer, source.unflatten(0, (-1, ratio)), torch.arange(count).repeat(batch))
+    if how.quantise:
+        latent, index = fake_quant(latent, c.latent_format), fake_quant(index, c.index_format)
+    return PlaneEntries(latent.unflatten(0, (batch, count)), index.unflatten(0, (batch, count)))
 
 
-def _scores(query: IndexQuery, index: Tensor) -> Tensor:
-    """Scores [B, n, E] of queries [B * n, h, d] for indexer K [B, E, d]."""
-    batch = index.shape[0]
-    heads = query.query.shape[1]
-    q = query.query.reshape(batch, -1, query.query.shape[-1])
-    scores = torch.relu(torch.bmm(q, index.transpose(1, 2))).view(batch, -1, heads, index.shape[1])
-    weight = query.weight.view(batch, -1, heads, 1).to(scores.dtype)
-    return (scores * weight).sum(2, dtype=torch.float32)
-
-
-def visible(positions: Tensor, count: int, ratio: int) -> Tensor:
-    """Return [n, count]: whether the row at each position sees each entry."""
+def _visible(positions: Tensor, count: int, ratio: int) -> Tensor:
+    """Return [n, count]: whether the row at each of `positions` [n] sees each of the first `count` entries."""
     return (torch.arange(count) + 1) * ratio <= positions.unsqueeze(-1) + 1
 
 
-def _select(
-    model: Model, layer: int, rows: Projections, positions: Tensor, plane: PlaneEntries, attention: Attention
-) -> _Selection:
-    query = model.index_q(layer, rows, positions)
-    batch, count, _ = plane.index.shape
-    length = rows.normed.shape[0] // batch
-    ratio = length // count
-    span = model.config.window
-    if attention.top_k is None or attention.top_k >= count:
-        seen = visible(torch.arange(length), count, ratio)
-        return _Selection(plane.latent, torch.where(seen, 0.0, _MASKED).to(rows.query.dtype), query)
-    k = attention.top_k
-    indices = torch.zeros(batch, length, k, dtype=torch.long)
-    mask = torch.full((batch, length, k), _MASKED, dtype=rows.query.dtype)
-    with torch.no_grad():
-        q = query.query.unflatten(0, (batch, length))
-        w = query.weight.unflatten(0, (batch, length))
-        for start in range(0, length, span):
-            stop = start + span
-            seen = visible(torch.arange(start, stop), stop // ratio, ratio)
-            chunk = IndexQuery(q[:, start:stop].flatten(0, 1), w[:, start:stop].flatten(0, 1))
-            scores = _scores(chunk, plane.index[:, : stop // ratio]).masked_fill(~seen, -torch.inf)
-            best = scores.topk(min(k, stop // ratio), sorted=False)
-            n = best.indices.shape[-1]
-            indices[:, start:stop, :n] = best.indices
-            mask[:, start:stop, :n] = torch.where(best.values > -torch.inf, 0.0, _MASKED).to(mask.dtype)
-    flat = indices + torch.arange(batch).view(-1, 1, 1) * count
-    entries = plane.latent.flatten(0, 1).index_select(0, flat.view(-1)).view(-1, k, plane.latent.shape[-1])
-    return _Selection(entries, mask.view(-1, 1, k), query)
+def _scores(query: IndexQuery, index: Tensor) -> Tensor:
+    """Return scores [B, n, E], fp32, of queries [B, n, h, d], weights [B, n, h], for indexer K [B, E, d]."""
+    batch, rows, heads, _ = query.query.shape
+    scores = torch.relu(torch.bmm(query.query.flatten(1, 2), index.transpose(1, 2))).view(batch, rows, heads, -1)
+    return (scores * query.weight.unsqueeze(-1).to(scores.dtype)).sum(2, dtype=torch.float32)
 
 
-def _index_loss(
-    model: Model, layer: int, rows: Projections, plane: PlaneEntries, selection: _Selection, batch: int, chunk: int
-) -> Tensor:
-    """KL of the indexer's softmax from attention's mass on visible entries, for one chunk of window rows."""
-    c = model.config
-    count = plane.latent.shape[1]
-    length = rows.query.shape[0] // batch
+def _select(c: ModelConfig, query: IndexQuery, plane: PlaneEntries) -> _Selection:
+    batch, count, dim = plane.latent.shape
+    query = IndexQuery(query.query.unflatten(0, (batch, -1)), query.weight.unflatten(0, (batch, -1)))
+    length = query.query.shape[1]
     ratio = length // count
-    start, stop = chunk * c.window, (chunk + 1) * c.window
-    seen = visible(torch.arange(start, stop), stop // ratio, ratio)
-    query = (rows.query * c.head_dim**-0.5).view(batch, length, c.heads, -1)[:, start:stop].flatten(1, 2)
+    indices = torch.zeros(batch, length, c.top_k, dtype=torch.int64)
+    mask = torch.full((batch, length, c.top_k), _MASKED, dtype=plane.latent.dtype)
     with torch.no_grad():
-        logits = torch.bmm(query, plane.latent[:, : stop // ratio].transpose(1, 2)).float()
-        logits = logits.view(batch, -1, c.heads, stop // ratio).masked_fill(~seen[:, None], _MASKED)
-        mass = logits.exp().mean(2)
+        for start in range(0, length, c.window):
+            rows = slice(start, start + c.window)
+            near = min(rows.stop, length) // ratio
+            seen = _visible(torch.arange(length)[rows], near, ratio)
+            scores = _scores(IndexQuery(query.query[:, rows], query.weight[:, rows]), plane.index[:, :near])
+            best = scores.masked_fill_(~seen, -torch.inf).topk(min(c.top_k, near), sorted=False)
+            indices[:, rows, : best.indices.shape[-1]] = best.indices
+            mask[:, rows, : best.indices.shape[-1]] = torch.where(best.values > -torch.inf, 0.0, _MASKED).to(mask.dtype)
+    flat = (indices + torch.arange(batch).view(-1, 1, 1) * count).flatten()
+    entries = plane.latent.flatten(0, 1).index_select(0, flat).view(-1, c.top_k, dim)
+    return _Selection(entries, mask.view(-1, 1, c.top_k), query)
+
+
+def _index_loss(c: ModelConfig, rows: Projections, plane: PlaneEntries, query: IndexQuery, at: slice) -> Tensor:
+    """Return the mean KL divergence of the indexer's softmax from attention's mass, over the rows at positions `at`."""
+    batch, length = query.weight.shape[:2]
+    ratio = length // plane.latent.shape[1]
+    count = at.stop // ratio
+    seen = _visible(torch.arange(length)[at], count, ratio)
+    with torch.no_grad():
+        asked = rows.query.unflatten(0, (batch, length))[:, at].flatten(1, 2) * c.head_dim**-0.5
+        logits = torch.bmm(asked, plane.latent[:, :count].transpose(1, 2)).unflatten(1, (-1, c.heads))
+        mass = logits.float().masked_fill_(~seen.unsqueeze(1), _MASKED).exp_().sum(2)
         target = mass / mass.sum(-1, keepdim=True).clamp_min(1e-20)
-    part = IndexQuery(
-        selection.query.query.view(batch, length, *selection.query.query.shape[1:])[:, start:stop].flatten(0, 1),
-        selection.query.weight.view(batch, length, -1)[:, start:stop].flatten(0, 1),
-    )
-    scores = _scores(part, plane.index[:, : stop // ratio]).masked_fill(~seen, _MASKED)
-    logs = functional.log_softmax(scores, dim=-1)
-    terms = torch.where(seen, torch.special.xlogy(target, target) - target * logs, 0.0)
-    return terms.sum(-1).mean()
+    scores = _scores(IndexQuery(query.query[:, at], query.weight[:, at]), plane.index[:, :count])
+    logs = functional.log_softmax(scores.masked_fill(~seen, _MASKED), dim=-1)
+    return torch.where(seen, torch.special.xlogy(target, target) - target * logs, 0.0).sum(-1).mean()
 
 
-def _attend(
-    model: Model, layer: int, query: Tensor, latent: Tensor, selection: _Selection | None
-) -> Tensor:
-    """Return attended values [B * T, heads, head_dim], fp32."""
+def _attend(model: Model, layer: int, rows: Projections, latent: Tensor, selection: _Selection | None) -> Tensor:
+    """Return attended values [B * T, heads, head_dim], fp32, given the window's latents [B, T, head_dim]."""
     window = model.config.window
-    batch, length, dim = latent.shape
-    chunks = length // window
-    blocks = latent.view(batch, chunks, window, dim)
-    before = functional.pad(blocks[:, :-1], (0, 0, 0, 0, 1, 0))
-    keys = torch.cat([before, blocks], dim=2).flatten(0, 1)
-    row, column = torch.arange(window).unsqueeze(1) + window, torch.arange(2 * window)
-    band = (column <= row) & (column > row - window)
-    band = band & ((torch.arange(chunks) > 0).view(-1, 1, 1) | (column >= window))
-    band = torch.where(band, 0.0, _MASKED).to(query.dtype).unsqueeze(2)
+    chunks = latent.shape[1] // _CHUNK
+    before = window // _CHUNK
+    blocks = functional.pad(latent.unflatten(1, (chunks, _CHUNK)), (0, 0, 0, 0, before, 0))
+    keys = torch.cat([blocks[:, i : i + chunks] for i in range(before + 1)], dim=2).flatten(0, 1)
+    row, column = torch.arange(_CHUNK).unsqueeze(1) + window, torch.arange(window + _CHUNK)
+    exists = column + torch.arange(chunks).view(-1, 1, 1) * _CHUNK >= window
+    seen = (column <= row) & (column > row - window) & exists
+    band = torch.where(seen, 0.0, _MASKED).to(latent.dtype).unsqueeze(2)
     if selection is None:
-        entries, mask = latent.new_zeros(query.shape[0], 1, dim), band.new_full((query.shape[0], 1, 1), _MASKED)
+        entries = latent.new_zeros(rows.query.shape[0], 1, latent.shape[2])
+        mask = latent.new_full((rows.query.shape[0], 1, 1), _MASKED)
     else:
         entries, mask = selection.entries, selection.mask
-    query = query * model.config.head_dim**-0.5
-    out: Tensor = _JointSoftmax.apply(query, keys, entries, band, mask, model.sink(layer))
+    scaled = rows.query * model.config.head_dim**-0.5
+    out: Tensor = _JointSoftmax.apply(scaled, keys, entries, band, mask, model.sink(layer))  # type: ignore[no-untyped-call]
     return out
 
 
 class _JointSoftmax(torch.autograd.Function):
-    """Attention of rows to their window, to entries and to a sink, under one softmax.
+    """Attention of rows to their window, to their entries and to a sink, under one softmax.
 
-    Written out because eager autograd would keep and pass over the logits twice as often. No maximum is subtracted:
-    queries and latents are normed, so logits stay far below what overflows.
+    Written out because autograd would keep the logits several times over. No maximum is subtracted: queries and latents
+    are normed, so exponents stay far from overflow.
 
-    query [n, H, D]; keys [chunks, 2 W, D]; entries [n, K, D] gathered or [B, E, D] whole; band [chunks of a text, W, 1,
-    2 W]; mask [n, 1, K] or [T, E]; sink [H].
+    query [n, H, D]; keys [n / chunk, window + chunk, D]; entries [n, k, D]; band [chunks of a text, chunk, 1, window +
+    chunk] and mask [n, 1, k] are added to logits; sink [H]. Returns fp32 [n, H, D].
     """
 
     @staticmethod
-    def forward(ctx, query, keys, entries, band, mask, sink):
+    def forward(
+        ctx: FunctionCtx, query: Tensor, keys: Tensor, entries: Tensor, band: Tensor, mask: Tensor, sink: Tensor
+    ) -> Tensor:
         n, heads, dim = query.shape
         near = torch.bmm(query.view(keys.shape[0], -1, dim), keys.transpose(1, 2))
-        near.view(-1, band.shape[0], band.shape[1], heads, band.shape[-1]).add_(band)
+        near.view(-1, *band.shape[:2], heads, band.shape[3]).add_(band)
         near.exp_()
-        groups = query.view(entries.shape[0], -1, dim)
-        far = torch.bmm(groups, entries.transpose(1, 2))
-        if mask.ndim == 2:
-            far.view(-1, mask.shape[0], heads, mask.shape[1]).add_(mask.unsqueeze(1))
-        else:
-            far.add_(mask)
-        far.exp_()
-        total = near.sum(-1, dtype=torch.float32).view(n, heads) + sink.exp()
-        total += far.sum(-1, dtype=torch.float32).view(n, heads)
+        far = torch.bmm(query, entries.transpose(1, 2)).add_(mask).exp_()
+        total = near.sum(-1, dtype=torch.float32).view(n, heads) + far.sum(-1, dtype=torch.float32) + sink.exp()
         out = torch.bmm(near, keys).view(n, heads, dim).float()
-        out += torch.bmm(far, entries).view(n, heads, dim)
+        out += torch.bmm(far, entries)
         out /= total.unsqueeze(-1)
         ctx.save_for_backward(query, keys, entries, near, far, total, out, sink)
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(
+        ctx: FunctionCtx, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor]:
+        (grad,) = grads
         query, keys, entries, near, far, total, out, sink = ctx.saved_tensors
-        n, heads, dim = query.shape
         shift = (grad * out).sum(-1) / total
         scaled = (grad / total.unsqueeze(-1)).to(query.dtype)
         low = shift.to(query.dtype)
-        near_rows, near_grad = query.view(keys.shape[0], -1, dim), scaled.view(keys.shape[0], -1, dim)
-        near_diff = torch.bmm(near_grad, keys.transpose(1, 2))
-        near_diff -= low.view(keys.shape[0], -1, 1)
-        near_diff *= near
-        far_rows, far_grad = query.view(entries.shape[0], -1, dim), scaled.view(entries.shape[0], -1, dim)
-        far_diff = torch.bmm(far_grad, entries.transpose(1, 2))
-        far_diff -= low.view(entries.shape[0], -1, 1)
-        far_diff *= far
-        grad_query = torch.bmm(near_diff, keys).view_as(query) + torch.bmm(far_diff, entries).view_as(query)
-        grad_keys = torch.bmm(near_diff.transpose(1, 2), near_rows) + torch.bmm(near.transpose(1, 2), near_grad)
-        grad_entries = torch.bmm(torch.cat([far_diff, far], 1).transpose(1, 2), torch.cat([far_rows, far_grad], 1))
+        bands = (keys.shape[0], -1, query.shape[2])
+        near_diff = torch.bmm(scaled.view(bands), keys.transpose(1, 2))
+        near_diff.sub_(low.view(keys.shape[0], -1, 1)).mul_(near)
+        far_diff = torch.bmm(scaled, entries.transpose(1, 2))
+        far_diff.sub_(low.unsqueeze(-1)).mul_(far)
+        grad_query = torch.bmm(near_diff, keys).view_as(query) + torch.bmm(far_diff, entries)
+        grad_keys = torch.bmm(near_diff.mT, query.view(bands)) + torch.bmm(near.mT, scaled.view(bands))
+        grad_entries = torch.bmm(torch.cat([far_diff, far], 1).mT, torch.cat([query, scaled], 1))
         return grad_query, grad_keys, grad_entries, None, None, -(shift * sink.exp()).sum(0)

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from duokv.engine.config import ModelConfig
-from duokv.engine.model import Model, parameter_shapes
+from duokv.engine.config import ModelConfig, parameter_shapes
+from duokv.engine.model import Model
 from duokv.kernels.reference import rope_table
 from duokv.kvstore.errors import UsageError
 

@@ -51,6 +51,9 @@ class WriteBack:
         self._store = store
         self._memory = memory
         self._capacity = capacity_bytes
+        # Nothing ever writes the padding after the last plane, so it still holds what its slot's memory held before.
+        planes = store.geometry.planes
+        self._used_bytes = planes[-1].offset + planes[-1].nbytes if planes else memory.shape[1]
         self._queue: queue.SimpleQueue[tuple[Leavings, Bytes] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending: deque[int] = deque()
@@ -74,7 +77,9 @@ class WriteBack:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="duokv-writeback", daemon=True)
             self._thread.start()
-        self._queue.put((leavings, self._memory[list(leavings.slots)].cpu().numpy()))
+        blocks = self._memory[list(leavings.slots)].cpu().numpy()
+        blocks[:, self._used_bytes :] = 0
+        self._queue.put((leavings, blocks))
         return True
 
     def drain(self, timeout_s: float | None = None) -> bool:

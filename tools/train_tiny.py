@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from duokv.engine.config import BOS, ModelConfig
-from duokv.engine.model import Model, parameter_shapes
+from duokv.engine.config import ModelConfig, parameter_shapes
+from duokv.engine.model import Model
 from duokv.engine.training import Attention, batch_forward
 from duokv.engine.weights import ASSETS, TINY_WEIGHTS, load_model, save_weights
 from duokv.kernels.reference import rope_table

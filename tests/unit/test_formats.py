@@ -210,7 +210,7 @@ def test_every_value_goes_to_the_nearest_code(element: str) -> None:
 def test_errors_stay_within_half_a_step(fmt: RecordFormat, seed: int, exponent: int) -> None:
     x = rows(fmt, 3, seed) * 2.0**exponent
     error = (formats.fake_quant(x, fmt) - x).abs()
-    groups = x[:, : fmt.plain].unflatten(-1, (-1, fmt.group)).abs()
+    groups = torch.unflatten(x[:, : fmt.plain], -1, (-1, fmt.group)).abs()
     largest = groups.amax(-1, keepdim=True)
     limit = 448.0 if fmt.element == "e4m3" else 6.0
     if fmt.scale == "e4m3":
@@ -220,7 +220,7 @@ def test_errors_stay_within_half_a_step(fmt: RecordFormat, seed: int, exponent: 
     else:
         scale, floor = largest / limit * (2 if fmt.scale == "ue8m0" else 1) * (1 + 2**-20), torch.zeros(())
     half_step = scale * 2**-10 + groups / 16 if fmt.element == "e4m3" else scale / 4 + groups / 4
-    assert (error[:, : fmt.plain].unflatten(-1, (-1, fmt.group)) <= half_step + floor).all()
+    assert (torch.unflatten(error[:, : fmt.plain], -1, (-1, fmt.group)) <= half_step + floor).all()
     assert (error[:, fmt.plain :] <= x[:, fmt.plain :].abs() / 256).all()
 
 
@@ -229,7 +229,7 @@ def test_errors_stay_within_half_a_step(fmt: RecordFormat, seed: int, exponent: 
 def test_a_power_of_two_scale_is_the_smallest_that_fits(fmt: RecordFormat, seed: int) -> None:
     x = rows(fmt, 3, seed)
     _, scales = formats.block_parts(formats.pack_block(formats.encode(x, fmt), fmt), fmt)
-    largest = x[:, : fmt.plain].unflatten(-1, (-1, fmt.group)).abs().amax(-1).double()
+    largest = torch.unflatten(x[:, : fmt.plain], -1, (-1, fmt.group)).abs().amax(-1).double()
     capacity = (scales[:, : largest.shape[1]].double() - 127).exp2() * (448 if fmt.element == "e4m3" else 6)
     assert (largest <= capacity).all()
     assert ((largest > capacity / 2) | (largest == 0)).all()
@@ -253,7 +253,7 @@ def test_fake_quant_is_the_round_trip(fmt: RecordFormat, seed: int, dtype: torch
     x = rows(fmt, 4, seed).to(dtype).requires_grad_()
     rounded = formats.fake_quant(x, fmt)
     assert torch.equal(rounded, formats.decode(formats.encode(x.detach(), fmt), fmt, dtype))
-    rounded.backward(torch.full_like(x, 3.0))
+    torch.autograd.backward(rounded, torch.full_like(x, 3.0))
     assert x.grad is not None
     assert (x.grad == 3.0).all()
 

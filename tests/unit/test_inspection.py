@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -220,10 +221,11 @@ def test_locks_say_who_lives_and_keep_engines_out(place: Place) -> None:
 def test_a_change_under_a_reader_without_a_lock_is_an_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.store(([1], "brief"))
 
+    versions = itertools.count()
+
     class Restless(Index):
         def version(self) -> int:
-            self.writes += 1
-            return self.writes
+            return next(versions)
 
     monkeypatch.setattr(inspection, "Index", Restless)
     with writer_alive(place, "mine"), place.inspect() as view:

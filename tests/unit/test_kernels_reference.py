@@ -97,7 +97,7 @@ def test_rows_that_no_index_names_may_hold_anything() -> None:
         inputs[index][inputs[index] == 0] = -1  # row 0, too: -1 must not lead there
     clean = attend(inputs)
     for source, index in (("window", "window_index"), ("entries", "entry_index")):
-        named = inputs[index][inputs[index] >= 0].long().unique()
+        named = torch.unique(inputs[index][inputs[index] >= 0].long())
         garbage = torch.full_like(inputs[source], math.nan)
         garbage[named] = inputs[source][named]
         inputs[source] = garbage
