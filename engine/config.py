@@ -242,7 +242,7 @@ _PRESETS = {
         shared_hidden=320,
         experts=4,
         active_experts=1,
-        expert_hidden=128,
+        expert_hidden=64,
     ),
     # Shapes only. Widths of the feed-forward and the n-gram tables and the vocabulary are not in the sources: those
     # here are V4-Flash's published ones or, for the tables, a guess; none of them touches a byte of the cache.

@@ -56,7 +56,7 @@ def forward(model: Model, tokens: Tensor, *, decoder_start: int = 0) -> ColdRun:
         plane = None if owner is None else planes[owner]
         if plane is not None and rows.index is not None:
             visible = (positions + 1) // c.table.ratios[layer]
-            selection = select_entries(rows.index.query, plane.index, rows.index.weight, visible, k=c.top_k)
+            selection = select_entries(rows.index.query, plane.index_k, rows.index.weight, visible, k=c.top_k)
         attended = _attend(model, layer, rows, windows[layer], positions, plane, selection)
         hidden = layer_outputs(model, layer, hidden, attended, positions)
     return ColdRun(row_tiled(model.logits, hidden), windows, planes)
@@ -67,7 +67,7 @@ def _plane(model: Model, layer: int, hidden: Tensor) -> PlaneEntries:
     c = model.config
     ratio = c.table.ratios[layer]
     count = hidden.shape[0] // ratio
-    rows = compressor_inputs(model, layer, hidden)[: count * ratio].unflatten(0, (count, ratio))
+    rows = torch.unflatten(compressor_inputs(model, layer, hidden)[: count * ratio], 0, (count, ratio))
     latent, index = compress(model, layer, rows, torch.arange(count))
     return PlaneEntries(fake_quant(latent, c.latent_format), fake_quant(index, c.index_format))
 

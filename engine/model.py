@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from duokv.engine.config import LOOK_BACK, NGRAM_ORDERS, ModelConfig
@@ -25,6 +24,17 @@ from duokv.kernels.reference import apply_rope, compress
 from duokv.kernels.rows import linear
 
 _HASH_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
+
+
+class SavedTensors(Protocol):
+    """What a hand-written gradient keeps between its two directions: torch's context, which it types only in part."""
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """What `save_for_backward` kept."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep tensors."""
 
 
 class Projections(NamedTuple):
@@ -44,7 +54,7 @@ class PlaneEntries(NamedTuple):
     """m entries of a plane: compressed KV [m, head_dim] and indexer K [m, index_dim], both rotated, not yet records."""
 
     latent: Tensor
-    index: Tensor
+    index_k: Tensor
 
 
 class IndexQuery(NamedTuple):
@@ -86,7 +96,9 @@ class Model:
         c = self.config
         normed = self._norm(hidden, self._weight(layer, "attn_norm"))
         query_latent = self._norm(linear(normed, self._weight(layer, "q_down")), self._weight(layer, "q_norm"))
-        query = self._norm(linear(query_latent, self._weight(layer, "q_up")).unflatten(-1, (c.heads, c.head_dim)))
+        query = self._norm(
+            torch.unflatten(linear(query_latent, self._weight(layer, "q_up")), -1, (c.heads, c.head_dim))
+        )
         latent = self._norm(linear(normed, self._weight(layer, "kv")), self._weight(layer, "kv_norm"))
         rope = self.rope[positions]
         return Projections(normed, query_latent, apply_rope(query, rope.unsqueeze(1)), apply_rope(latent, rope))
@@ -120,7 +132,7 @@ class Model:
     def index_q(self, layer: int, rows: Projections, positions: Tensor) -> IndexQuery:
         """Return the queries with which source `layer` scores its plane's entries: sum of weight * relu(query . K)."""
         dim = self.config.index_dim
-        query = linear(rows.query_latent, self._weight(layer, "index.q")).unflatten(-1, (-1, dim))
+        query = torch.unflatten(linear(rows.query_latent, self._weight(layer, "index.q")), -1, (-1, dim))
         weight = linear(rows.normed, self._weight(layer, "index.weight")).float()
         return IndexQuery(apply_rope(query * dim**-0.5, self.rope[positions].unsqueeze(1)), weight)
 
@@ -143,7 +155,7 @@ class Model:
         # no row's arithmetic depends on where its neighbours go.
         inner = _swiglu(linear(normed, self._weight(layer, "experts.up")))
         gates = self._route(layer, normed).to(inner.dtype).unsqueeze(-1)
-        inner = (inner.unflatten(-1, (self.config.experts, -1)) * gates).flatten(-2)
+        inner = (torch.unflatten(inner, -1, (self.config.experts, -1)) * gates).flatten(-2)
         return out + linear(inner, self._weight(layer, "experts.down")).float()
 
     def expert_gates(self, layer: int, hidden: Tensor) -> Tensor:
@@ -175,10 +187,10 @@ class Model:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Written out because it is a large part of training, and autograd would pass over the rows three times as often."""
+    """Written out because it is a large part of training, and autograd would pass over the rows far more often."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: SavedTensors, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
         out = (x * inverse).to(dtype)
@@ -186,7 +198,7 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: SavedTensors, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         out, inverse = ctx.saved_tensors
         along = (grad * out).mean(-1, keepdim=True, dtype=torch.float32)

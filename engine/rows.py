@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +63,8 @@ class RowBatch:
         return cls(tuple(runs), torch.cat(positions), torch.cat(index))
 
 
-class LayerInputs(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
     """What attention needs of n rows, fp32. query [n, heads, head_dim]; latent [n, head_dim]; index as `IndexQuery`."""
 
     query: Tensor

@@ -35,6 +35,7 @@ class BlockSlots:
         self._references = [0] * num_slots
         # Taken from the end: the slot freed last, whose memory is warm, is used first.
         self._free = list(range(num_slots - 1, -1, -1))
+        self._padding = slice(max(plane.offset + plane.nbytes for plane in cache.planes), None)
         self._poison = poison
         if poison:
             self.memory.fill_(_POISON)
@@ -54,6 +55,8 @@ class BlockSlots:
         taken = [self._free.pop() for _ in range(count)]
         for slot in taken:
             self._references[slot] = 1
+        # Nothing else writes a block's padding, and equal blocks are stored as equal bytes.
+        self.memory[taken, self._padding] = 0
         return taken
 
     def retain(self, slots: Iterable[int]) -> None:
@@ -118,7 +121,7 @@ class PlaneSlots:
     def write(self, places: Tensor, entries: PlaneEntries) -> None:
         """Store entries [m] at `places` [m]."""
         self._latent.write(places, entries.latent)
-        self._index.write(places, entries.index)
+        self._index.write(places, entries.index_k)
 
     def latents(self, places: Tensor) -> Tensor:
         """Return the stored latents at `places` [m]: fp32 [m, head_dim]."""

@@ -13,15 +13,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from duokv.engine.config import LOOK_BACK, ModelConfig
-from duokv.engine.model import IndexQuery, Model, PlaneEntries, Projections
+from duokv.engine.model import IndexQuery, Model, PlaneEntries, Projections, SavedTensors
 from duokv.kernels.formats import fake_quant
 
 _CHUNK = 64
-"""Rows that share a band of keys; a divisor of the window. Narrower bands waste less, wider ones make larger products."""
+"""Rows that share a band of keys, a divisor of the window: narrower bands waste less, wider ones multiply faster."""
 _MASKED = -1e30
 
 
@@ -40,7 +39,7 @@ class Pass:
 
 
 class BatchOutput(NamedTuple):
-    """Residual stream [B * T, hidden] after the last layer; the indexers' loss; by layer, each expert's share [experts]."""
+    """Residual stream [B * T, hidden] after the last layer; the indexers' loss; by layer, experts' loads [experts]."""
 
     hidden: Tensor
     index_loss: Tensor
@@ -76,11 +75,11 @@ def batch_forward(model: Model, tokens: Tensor, how: Pass) -> BatchOutput:
         latent = fake_quant(rows.latent, c.window_format) if how.quantise else rows.latent
         if plane is not None and selection is not None and how.learn_rows is not None:
             index_loss = index_loss + _index_loss(c, rows, plane, selection.query, how.learn_rows)
-        attended = _attend(model, layer, rows, latent.unflatten(0, (batch, length)), selection)
+        attended = _attend(model, layer, rows, torch.unflatten(latent, 0, (batch, length)), selection)
         hidden = hidden + model.output_rows(layer, attended, positions)
         if how.learn_rows is not None and layer not in c.dense_layers:
             with torch.no_grad():
-                sample = hidden.unflatten(0, (batch, length))[:, how.learn_rows].flatten(0, 1)
+                sample = torch.unflatten(hidden, 0, (batch, length))[:, how.learn_rows].flatten(0, 1)
                 loads[layer] = (model.expert_gates(layer, sample) > 0).float().mean(0)
         hidden = hidden + model.ffn_rows(layer, hidden)
     return BatchOutput(hidden, index_loss, loads)
@@ -92,10 +91,10 @@ def _plane(model: Model, layer: int, hidden: Tensor, batch: int, how: Pass) -> P
     source = model.plane_rows(layer, hidden)
     ratio = c.table.ratios[layer]
     count = source.shape[0] // batch // ratio
-    latent, index = model.compress(layer, source.unflatten(0, (-1, ratio)), torch.arange(count).repeat(batch))
+    latent, index = model.compress(layer, torch.unflatten(source, 0, (-1, ratio)), torch.arange(count).repeat(batch))
     if how.quantise:
         latent, index = fake_quant(latent, c.latent_format), fake_quant(index, c.index_format)
-    return PlaneEntries(latent.unflatten(0, (batch, count)), index.unflatten(0, (batch, count)))
+    return PlaneEntries(torch.unflatten(latent, 0, (batch, count)), torch.unflatten(index, 0, (batch, count)))
 
 
 def _visible(positions: Tensor, count: int, ratio: int) -> Tensor:
@@ -112,7 +111,7 @@ def _scores(query: IndexQuery, index: Tensor) -> Tensor:
 
 def _select(c: ModelConfig, query: IndexQuery, plane: PlaneEntries) -> _Selection:
     batch, count, dim = plane.latent.shape
-    query = IndexQuery(query.query.unflatten(0, (batch, -1)), query.weight.unflatten(0, (batch, -1)))
+    query = IndexQuery(torch.unflatten(query.query, 0, (batch, -1)), torch.unflatten(query.weight, 0, (batch, -1)))
     length = query.query.shape[1]
     ratio = length // count
     indices = torch.zeros(batch, length, c.top_k, dtype=torch.int64)
@@ -122,7 +121,7 @@ def _select(c: ModelConfig, query: IndexQuery, plane: PlaneEntries) -> _Selectio
             rows = slice(start, start + c.window)
             near = min(rows.stop, length) // ratio
             seen = _visible(torch.arange(length)[rows], near, ratio)
-            scores = _scores(IndexQuery(query.query[:, rows], query.weight[:, rows]), plane.index[:, :near])
+            scores = _scores(IndexQuery(query.query[:, rows], query.weight[:, rows]), plane.index_k[:, :near])
             best = scores.masked_fill_(~seen, -torch.inf).topk(min(c.top_k, near), sorted=False)
             indices[:, rows, : best.indices.shape[-1]] = best.indices
             mask[:, rows, : best.indices.shape[-1]] = torch.where(best.values > -torch.inf, 0.0, _MASKED).to(mask.dtype)
@@ -138,11 +137,11 @@ def _index_loss(c: ModelConfig, rows: Projections, plane: PlaneEntries, query: I
     count = at.stop // ratio
     seen = _visible(torch.arange(length)[at], count, ratio)
     with torch.no_grad():
-        asked = rows.query.unflatten(0, (batch, length))[:, at].flatten(1, 2) * c.head_dim**-0.5
-        logits = torch.bmm(asked, plane.latent[:, :count].transpose(1, 2)).unflatten(1, (-1, c.heads))
+        asked = torch.unflatten(rows.query, 0, (batch, length))[:, at].flatten(1, 2) * c.head_dim**-0.5
+        logits = torch.unflatten(torch.bmm(asked, plane.latent[:, :count].transpose(1, 2)), 1, (-1, c.heads))
         mass = logits.float().masked_fill_(~seen.unsqueeze(1), _MASKED).exp_().sum(2)
         target = mass / mass.sum(-1, keepdim=True).clamp_min(1e-20)
-    scores = _scores(IndexQuery(query.query[:, at], query.weight[:, at]), plane.index[:, :count])
+    scores = _scores(IndexQuery(query.query[:, at], query.weight[:, at]), plane.index_k[:, :count])
     logs = functional.log_softmax(scores.masked_fill(~seen, _MASKED), dim=-1)
     return torch.where(seen, torch.special.xlogy(target, target) - target * logs, 0.0).sum(-1).mean()
 
@@ -152,7 +151,7 @@ def _attend(model: Model, layer: int, rows: Projections, latent: Tensor, selecti
     window = model.config.window
     chunks = latent.shape[1] // _CHUNK
     before = window // _CHUNK
-    blocks = functional.pad(latent.unflatten(1, (chunks, _CHUNK)), (0, 0, 0, 0, before, 0))
+    blocks = functional.pad(torch.unflatten(latent, 1, (chunks, _CHUNK)), (0, 0, 0, 0, before, 0))
     keys = torch.cat([blocks[:, i : i + chunks] for i in range(before + 1)], dim=2).flatten(0, 1)
     row, column = torch.arange(_CHUNK).unsqueeze(1) + window, torch.arange(window + _CHUNK)
     exists = column + torch.arange(chunks).view(-1, 1, 1) * _CHUNK >= window
@@ -180,7 +179,7 @@ class _JointSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, query: Tensor, keys: Tensor, entries: Tensor, band: Tensor, mask: Tensor, sink: Tensor
+        ctx: SavedTensors, query: Tensor, keys: Tensor, entries: Tensor, band: Tensor, mask: Tensor, sink: Tensor
     ) -> Tensor:
         n, heads, dim = query.shape
         near = torch.bmm(query.view(keys.shape[0], -1, dim), keys.transpose(1, 2))
@@ -195,9 +194,7 @@ class _JointSoftmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(
-        ctx: FunctionCtx, *grads: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor]:
+    def backward(ctx: SavedTensors, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor]:
         (grad,) = grads
         query, keys, entries, near, far, total, out, sink = ctx.saved_tensors
         shift = (grad * out).sum(-1) / total

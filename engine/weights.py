@@ -51,7 +51,7 @@ def load_model(
             wanted = parameter_shapes(config)
             if found != wanted:
                 odd = sorted(found.items() ^ wanted.items())[0][0]
-                raise UsageError(f"weights {path}: tensor {odd!r} does not fit model {config.name!r}; export them again")
+                raise UsageError(f"weights {path}: tensor {odd!r} does not fit model {config.name!r}; train again")
             weights = {name: file.get_tensor(name).to(device, dtype) for name in wanted}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"weights {path} cannot be read ({error}); run `python -m duokv.tools.train_tiny`") from error

@@ -23,6 +23,7 @@ from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life, stamp_of
 from duokv.kvstore.geometry import PAGE_BYTES, TRAILER_BYTES, CacheGeometry
 from duokv.kvstore.index import INDEX_FORMAT, Index, IndexTxn, SegmentInfo
 from duokv.kvstore.origin import Origin
+from duokv.kvstore.overlap import part_overlaps, place_extent
 from duokv.kvstore.policybook import PolicyBook, decode_policy
 from duokv.kvstore.record import BlockCodec, Trailer
 from duokv.kvstore.segment import parse_name, read_footer, seal_file
@@ -190,6 +191,12 @@ class Recovery:
                     continue
                 highest = max(highest, parsed[1])
                 self._read_segment(txn, file, parsed[0], parsed[1], checkpoint or Checkpoint(), done)
+            part_overlaps(txn)
+            for number, info in txn.segments():
+                info.live = sum(life.n for _, life in txn.lives(number))
+                txn.put_segment(number, info)
+                done.blocks += info.live
+            done.extents = txn.count_extents()
             # Never a number that the checkpoint knows: it would take the new segment's extents for dropped ones.
             following = max(highest + 1, checkpoint.next_segment if checkpoint else 1)
             txn.put_meta(b"next_segment", following.to_bytes(4, "little"))
@@ -212,45 +219,29 @@ class Recovery:
         else:
             entries = [(stamp, extent) for stamp, extent in footer.entries if extent.segment == number]
             sealed, used = True, footer.used
-        live = 0
         for extent, life in itertools.chain.from_iterable(self._parts(*entry, checkpoint) for entry in entries):
             life.cut(min(life.n, self._present(file, extent, life.n) if sealed else life.n))
-            if life.n and self._better(txn, extent, life.n):
-                txn.put_extent(extent)
-                txn.put_life(extent.place, life)
-                live += life.n
-                done.extents += 1
-        info = SegmentInfo(
-            writer, entries[0][1].class_id if entries else 0, used, used, live, file.allocated, sealed, 0.0
-        )
-        txn.put_segment(number, info)
+            if life.n:
+                place_extent(txn, extent, life)
+        class_id = entries[0][1].class_id if entries else 0
+        txn.put_segment(number, SegmentInfo(writer, class_id, used, used, 0, file.allocated, sealed, 0.0))
         done.segments += 1
-        done.blocks += live
 
     def _parts(self, stamp: int, extent: Extent, checkpoint: Checkpoint) -> Iterator[tuple[Extent, Life]]:
         """What is left of an extent as it was stored: the parts the checkpoint lists, and all that is younger."""
         seen = checkpoint.seen(extent.segment) - extent.first_slot
         for start in range(min(seen, extent.blocks)):
             life = checkpoint.lives.get(extent.place + start)
+            if life is None:
+                continue
             part = extent.rest(start)
-            if life is not None and life.first == part.prefixes[:PREFIX_BYTES] and life.n <= part.blocks:
+            if life.first == part.prefixes[:PREFIX_BYTES] and life.n <= part.blocks:
                 yield part, life
         if seen < extent.blocks:
             part = extent.rest(max(0, seen))
             life = Life.born(part.blocks, part.chain_pos, part.prefixes[:PREFIX_BYTES], part.class_id, stamp)
             life.use(part.class_id, life.n, stamp_of(self._now_s))
             yield part, life
-
-    def _better(self, txn: IndexTxn, extent: Extent, blocks: int) -> bool:
-        """Whether this extent should be the one under its first block; the other one goes if so."""
-        other = txn.extent(extent.prefixes[:PREFIX_BYTES])
-        life = None if other is None else txn.life(other.place)
-        if other is None or life is None:
-            return True
-        if (other.origin, -life.n) <= (extent.origin, -blocks):
-            return False
-        txn.drop_extent(life, other.place)
-        return True
 
     def _present(self, file: FileInfo, extent: Extent, n: int) -> int:
         """How many leading slots of an extent still hold their trailer (tails are punched)."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
-from duokv.kvstore.events import BlocksEvicted, Degraded, Event, SpaceFreed
+from duokv.kvstore.events import BlocksEvicted, Degraded, Event, SpaceFreed, StoreFailed
 from duokv.kvstore.extent import Extent, Life
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
@@ -41,11 +41,11 @@ class Allocation:
 
 @dataclass(slots=True)
 class Freed:
-    """What a transaction leaves to be done on the backend: slot ranges to punch, and files without a live block with
-    their bytes, both by file name; and segments of ours whose files another process has found gone."""
+    """What a transaction leaves to be done on the backend: slot ranges to punch, by file name; segments without a live
+    block, whose files go; and segments of ours that another process has given up."""
 
     ranges: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[int, SegmentInfo] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
 
 
@@ -80,6 +80,8 @@ class Space:
         """Segments without room left whose last slots may not be published yet."""
         self._unsealed: list[SegmentWriter] = []
         """Segments whose sealing failed."""
+        self._dead: dict[int, SegmentInfo] = {}
+        """Segments without a live block whose file could not be removed yet."""
         self._queue: VictimQueue | None = None
         self._queue_built = (0, 0.0)
         """Extents that others had stored when the queue was built, and when that was (monotonic seconds)."""
@@ -194,10 +196,10 @@ class Space:
     ) -> bool:
         """Make written slots visible: data is on the backend before this transaction commits.
 
-        False if another process has found the segment's file gone.
+        False if another process has given the segment up, since its file is gone.
         """
         info = self._counted(txn, writer)
-        if info is None:
+        if info is None or info.sealed:
             freed.lost.add(writer.number)
             return False
         txn.put_extent(extent)
@@ -257,17 +259,14 @@ class Space:
         slack = writer.reserved_bytes - writer.next_slot * self._slot + footer_reserve(self.segment_slots)
         length = writer.seal(durable=self._config.fsync != "none")
         with self._index.write() as txn:
-            info = txn.segment(writer.number)
+            info = self._counted(txn, writer)
             if info is None:
                 return
-            if info.live == 0:
-                txn.drop_segment(writer.number)
-            else:
-                info.sealed = True
-                info.allocated += writer.take_unpublished() - slack + length - writer.next_slot * self._slot
-                txn.put_segment(writer.number, info)
+            info.sealed = True
+            info.allocated += length - writer.next_slot * self._slot - slack
+            txn.put_segment(writer.number, info)
         if info.live == 0:
-            self._remove(writer.name, length)
+            self._remove(writer.number, info)
 
     def abandon(self, writer: SegmentWriter) -> None:
         """Give up a segment after a failed write: what was published stays, what was not is cut off."""
@@ -288,17 +287,23 @@ class Space:
 
         OSError if that fails; the segment is then given up, as nothing later could tell what of it is durable.
         """
-        failed: OSError | None = None
-        for writer in self._writers():
-            try:
-                writer.sync()
-            except OSError as error:
-                failed = error
-                self.lose(writer.number)
+        failed = self.sync(self._writers())
         self._seal_again()
         self._index.sync()
         if failed is not None:
             raise failed
+
+    def sync(self, writers: Iterable[SegmentWriter]) -> OSError | None:
+        """Make slots written so far durable; segments of which that cannot be said are given up."""
+        failed: OSError | None = None
+        for writer in writers:
+            try:
+                writer.sync()
+            except OSError as error:
+                failed = error
+                self._emit(StoreFailed(writer.name, f"given up, its blocks cannot be made durable: {error}"))
+                self.lose(writer.number)
+        return failed
 
     def _seal_again(self) -> None:
         waiting, self._unsealed = self._unsealed, []
@@ -311,6 +316,7 @@ class Space:
         self._seal_again()
         while self._active:
             self._try_seal(self._active.popitem()[1])
+        self._remove_again()
 
     def _writers(self) -> list[SegmentWriter]:
         return [*self._active.values(), *self._full, *self._unsealed]
@@ -341,6 +347,7 @@ class Space:
 
     def expire(self, policy: Policy) -> int:
         """Delete expired blocks only; returns how many."""
+        self._remove_again()
         return self.reclaim(0, policy, before_stamp=0)
 
     def reset_queue(self) -> None:
@@ -404,8 +411,7 @@ class Space:
             info = txn.segment(segment)
             if info is None or info.live > 0 or not info.sealed:
                 return
-            txn.drop_segment(segment)
-        self._remove(info.name(segment), info.allocated)
+        self._remove(segment, info)
 
     def unlive(self, txn: IndexTxn, segment: int, ranges: Sequence[tuple[int, int]], freed: Freed) -> None:
         """Count slots of a segment as dead and note what the backend can give back for them."""
@@ -416,28 +422,31 @@ class Space:
         info.live -= count
         name = info.name(segment)
         if info.live <= 0 and info.sealed:
-            txn.drop_segment(segment)
-            unpunched = sum(length for _, length in freed.ranges.pop(name, []))
-            freed.files[name] = info.allocated + unpunched * self._slot
-            return
-        if self._backend.can_punch:
+            info.allocated += sum(length for _, length in freed.ranges.pop(name, [])) * self._slot
+            freed.files[segment] = info
+        elif self._backend.can_punch:
             info.allocated -= count * self._slot
             freed.ranges[name].extend(ranges)
         txn.put_segment(segment, info)
 
     def lose(self, number: int) -> None:
         """Forget a segment whose file is gone, with all its extents."""
+        ours = [writer for writer in self._writers() if writer.number == number]
         with self._state, self._index.write() as txn:
             self._cache.flush(txn)
             blocks = 0
             for place, life in list(txn.lives(number)):
                 txn.drop_extent(life, place)
                 blocks += life.n
-            txn.drop_segment(number)
-        for writer in self._writers():
-            if writer.number == number:
-                self._let_go(writer)
-                writer.abort()
+            info = self._counted(txn, ours[0]) if ours else txn.segment(number)
+            if info is not None:
+                info.live, info.sealed = 0, True
+                txn.put_segment(number, info)
+        for writer in ours:
+            self._let_go(writer)
+            writer.abort()
+        if info is not None:
+            self._remove(number, info)
         if blocks:
             self._emit(BlocksEvicted(blocks, "lost"))
 
@@ -449,16 +458,20 @@ class Space:
     def release(self, freed: Freed) -> None:
         """Give space back on the backend; after the index has let go of it, never before."""
         for name, ranges in freed.ranges.items():
+            length = sum(n for _, n in ranges) * self._slot
             try:
                 given = self._backend.punch(name, [(slot * self._slot, n * self._slot) for slot, n in join(ranges)])
                 self._emit(SpaceFreed(name, given))
                 if not given:
                     self._lose_if_gone(name)
+                if given < length:
+                    # Power loss had taken slots that were thought to be there, and their space with them.
+                    self._take_back(name, length - given, sealed_only=True)
             except OSError as error:
                 self._emit(Degraded(name, f"punch failed, space stays in use until the file goes: {error}"))
-                self._take_back(name, sum(n for _, n in ranges) * self._slot)
-        for name, length in freed.files.items():
-            self._remove(name, length)
+                self._take_back(name, length)
+        for number, info in freed.files.items():
+            self._remove(number, info)
         for number in freed.lost:
             self.lose(number)
 
@@ -467,21 +480,32 @@ class Space:
         if parsed and not self._backend.list(name):
             self.lose(parsed[1])
 
-    def _take_back(self, name: str, length: int) -> None:
-        """Count space as allocated again that could not be given back."""
+    def _take_back(self, name: str, length: int, *, sealed_only: bool = False) -> None:
+        """Count space as allocated again that was not given back. What a file being written gave cannot be told."""
         parsed = parse_name(name)
         with self._index.write() as txn:
             info = txn.segment(parsed[1]) if parsed else None
-            if parsed and info is not None:
+            if parsed and info is not None and (info.sealed or not sealed_only):
                 info.allocated += length
                 txn.put_segment(parsed[1], info)
 
-    def _remove(self, name: str, length: int) -> None:
+    def _remove(self, number: int, info: SegmentInfo) -> None:
+        """Remove a file without a live block; it counts as used until it is gone."""
+        name = info.name(number)
         try:
             self._backend.remove(name)
-            self._emit(SpaceFreed(name, length))
         except OSError as error:
-            self._emit(Degraded(name, f"file could not be removed, a later open sweeps it: {error}"))
+            self._dead[number] = info
+            self._emit(Degraded(name, f"file could not be removed, housekeeping tries again: {error}"))
+            return
+        with self._index.write() as txn:
+            txn.drop_segment(number)
+        self._emit(SpaceFreed(name, info.allocated))
+
+    def _remove_again(self) -> None:
+        waiting, self._dead = self._dead, {}
+        for number, info in waiting.items():
+            self._remove(number, info)
 
 
 def join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -111,7 +111,8 @@ class FakeRunner:
         ring[0, at] = 0
         ring[0, at, :_DIGEST] = np.frombuffer(row, np.uint8)
         for layer in range(1, CONFIG.encoder_layers):
-            row = _digest(ring[layer - 1, seen, :_DIGEST].tobytes(), self._blocks(own, pos // 128) if layer > 1 else b"")
+            blocks = self._blocks(own, pos // 128) if layer > 1 else b""
+            row = _digest(ring[layer - 1, seen, :_DIGEST].tobytes(), blocks)
             ring[layer, at] = 0
             ring[layer, at, :_DIGEST] = np.frombuffer(row, np.uint8)
         if pos >= session.plan.decoder_start:
@@ -208,6 +209,12 @@ class World:
         """Forget the SWA states of a text."""
         for key in chain_keys(NS, tokens):
             self.store.windows.drop(key)
+
+    def evict(self, tokens: Sequence[int], *, keep: int) -> None:
+        """Take a text's blocks from block `keep` on out of the index, as reclaim would."""
+        found = self.store.blocks.find(chain_keys(NS, tokens).blob, len(tokens) // 128, None, use=False)
+        for (place, _, _), span in zip(found.held, found.spans(), strict=True):
+            self.store.blocks.take_out(int.from_bytes(place, "big"), max(0, keep - span.block), "capacity")
 
     @contextmanager
     def engine(self, mode: Mode = "bounded", *, keep_rows: int = 140, **changes: object) -> Iterator[Engine]:

@@ -16,8 +16,10 @@ from duokv.kvstore.errors import DuoKVError
 from duokv.tools import commands_change, commands_view
 from duokv.tools.commands_simulate import simulate
 
-_EPILOG = """Exit codes: 0 done; 1 damage found (verify), or the key is not there (explain); 2 misuse, or a store that
-cannot be opened; 130 interrupted. Errors are one line on stderr: --debug, or DUOKV_DEBUG=1, adds the traceback."""
+_EPILOG = (
+    "Exit codes: 0 done; 1 something is wrong (verify), or the key is not there (explain); 2 misuse, or a store that "
+    "cannot be opened; 130 interrupted. Errors are one line on stderr: --debug, or DUOKV_DEBUG=1, adds the traceback."
+)
 _INTERRUPTED = 130
 
 app = typer.Typer(

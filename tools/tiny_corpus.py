@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,18 +56,23 @@ def training_tokens(sources: list[Source]) -> NDArray[np.int64]:
 
 
 def held_out_slice(sources: list[Source], *, windows: int, length: int) -> bytes:
-    """Return `windows` times `length` bytes: the first whole windows of held-out files in the order of their digests."""
+    """Return `windows` times `length` bytes: whole windows of held-out files, in the order of the files' digests."""
     files = sorted((source for source in sources if source.held_out), key=lambda source: source.sha256)
     cut = [w for file in files for w in _whole_windows(file.text, length)]
     return b"".join(cut[:windows])
 
 
-def batches(tokens: NDArray[np.int64], rng: np.random.Generator, *, rows: int, length: int) -> Iterator[NDArray[np.int64]]:
-    """Yield random crops without end: [rows, length + 1], a `BOS` and `length` ids from anywhere in the texts."""
-    while True:
-        starts = rng.integers(0, tokens.size - length, rows)
-        crops = tokens[starts[:, None] + np.arange(length)]
-        yield np.concatenate([np.full((rows, 1), BOS), crops], axis=1)
+def random_crops(tokens: NDArray[np.int64], rng: np.random.Generator, *, rows: int, length: int) -> NDArray[np.int64]:
+    """Return [rows, length + 1]: each a `BOS` and `length` ids from anywhere in the texts."""
+    starts = rng.integers(0, tokens.size - length, rows)
+    crops = tokens[starts[:, None] + np.arange(length)]
+    return np.concatenate([np.full((rows, 1), BOS), crops], axis=1)
+
+
+def manifest(sources: list[Source]) -> dict[str, object]:
+    """Return what was read: per file its path, bytes, digest and whether it was held out."""
+    files = [[source.path, len(source.text), source.sha256, source.held_out] for source in sources]
+    return {"left_out": sorted(LEFT_OUT), "columns": ["path", "bytes", "sha256", "held_out"], "files": files}
 
 
 def _whole_windows(text: bytes, length: int) -> list[bytes]:

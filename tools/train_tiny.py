@@ -1,6 +1,9 @@
 """Train the small model on the Python standard library, or measure it on the shipped held-out slice.
 
-Two workers of one thread each halve every batch: on a busy machine no operation waits for a core that is elsewhere.
+    python -m duokv.tools.train_tiny --checkpoints DIR     # resumes from DIR; writes engine/assets when done
+    python -m duokv.tools.train_tiny --evaluate --json
+
+Two workers of one thread each take half of every batch: on a busy machine no operation waits for another core.
 """
 
 from __future__ import annotations
@@ -8,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,175 +25,253 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from duokv.engine.config import ModelConfig, parameter_shapes
+from duokv.engine.config import BOS, ModelConfig, parameter_shapes
 from duokv.engine.model import Model
-from duokv.engine.training import Attention, batch_forward
-from duokv.engine.weights import ASSETS, TINY_WEIGHTS, load_model, save_weights
+from duokv.engine.training import Pass, batch_forward
+from duokv.engine.weights import ASSETS, TINY_WEIGHTS, load_model, save_weights, weights_revision
 from duokv.kernels.reference import rope_table
-from duokv.tools.tiny_corpus import batches, held_out_slice, read_sources, training_tokens
+from duokv.tools.muon import Muon
+from duokv.tools.tiny_corpus import Source, held_out_slice, manifest, random_crops, read_sources, training_tokens
 
 SEED = 20_260_901
 WORKERS = 2
 CONTEXT = 4096
-WINDOWS = 48
+HELD_OUT = ASSETS / "held_out.txt"
+MANIFEST = ASSETS / "tiny.json"
+_HELD_OUT_WINDOWS = 48
+_LEARN_ROWS = 32
+_MUON_RATE = 0.02
+_CHECKPOINT_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Steps on `rows` texts of `length` tokens per worker."""
+    """`steps` on `rows` texts of `length` tokens per worker; `planes` and `quantise` as in `training.Pass`."""
 
     steps: int
     rows: int
     length: int
+    planes: bool
     quantise: bool
 
 
-STAGES = (Stage(300, 4, 512, False), Stage(500, 2, 1024, False), Stage(300, 1, 4096, True))
-DECAY_STEPS = 450
+STAGES = (
+    # What is near is most of what there is to learn, and cheaper to learn without the planes.
+    Stage(steps=300, rows=4, length=512, planes=False, quantise=False),
+    Stage(steps=250, rows=2, length=1024, planes=True, quantise=False),
+    Stage(steps=120, rows=1, length=CONTEXT, planes=True, quantise=True),
+)
+_WARMUP_STEPS = 20
+_DECAY_STEPS = 300
+"""Last steps, over which rates fall to 0."""
 
 
-def initial_weights(config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return fp32 weights to start from: what adds to the residual stream starts at zero."""
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Bits per byte on the held-out slice at a context of `context` bytes, records' rounding in the loop.
+
+    windows_only: the same with no entry of a plane visible, so that all a row knows came through 128-token windows.
+    """
+
+    bits_per_byte: float
+    windows_only: float
+    bytes: int
+    context: int
+    revision: str
+    seconds: float
+
+
+class _Gradients(NamedTuple):
+    """One worker's share of a step."""
+
+    by_name: dict[str, Tensor]
+    bits: float
+    index_loss: float
+    loads: dict[int, Tensor]
+
+
+def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Return fp32 weights to start from: what adds to the residual stream is zero, so that it starts as the tokens."""
+    generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in parameter_shapes(config).items():
         if name.endswith("norm"):
             weights[name] = torch.ones(shape)
-        elif name.endswith(("sink", "bias", ".out", ".down", "head", "engram.value", "index.weight")):
+        elif name.endswith(("sink", "bias", ".out", ".down", "head", "engram.value")):
             weights[name] = torch.zeros(shape)
         else:
-            scale = 1.0 if name in ("embed",) else 0.5 if name.endswith("table") else shape[-1] ** -0.5
+            scale = {"embed": 1.0, "table": 0.5, "weight": 0.02}.get(name.split(".")[-1], shape[-1] ** -0.5)
             weights[name] = torch.randn(shape, generator=generator) * scale
-        if name.endswith("index.weight"):
-            weights[name] = torch.randn(shape, generator=generator) * 0.02
     return weights
 
 
-class Muon:
-    """Momentum whose update is made orthogonal per matrix; matrices of one shape are done together."""
-
-    def __init__(self, weights: Mapping[str, Tensor], config: ModelConfig) -> None:
-        self.weights = weights
-        self.config = config
-        self.momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
-
-    def step(self, grads: Mapping[str, Tensor], rate: float, momentum: float) -> None:
-        groups: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        for name, weight in self.weights.items():
-            buffer = self.momentum[name].lerp_(grads[name], 1 - momentum)
-            update = grads[name].lerp(buffer, momentum)
-            for part, target in zip(self._blocks(name, update), self._blocks(name, weight), strict=True):
-                groups.setdefault(tuple(part.shape), []).append((part, target))
-        for shape, pairs in groups.items():
-            stacked = orthogonal(torch.stack([update for update, _ in pairs]))
-            scale = -rate * max(1.0, shape[0] / shape[1]) ** 0.5
-            for update, (_, target) in zip(stacked, pairs, strict=True):
-                target.add_(update, alpha=scale)
-
-    def _blocks(self, name: str, matrix: Tensor) -> list[Tensor]:
-        experts = self.config.experts
-        if name.endswith("ffn.up"):
-            return list(matrix.chunk(2, 0))
-        if name.endswith("experts.up"):
-            return list(matrix.chunk(2 * experts, 0))
-        if name.endswith("experts.down"):
-            return list(matrix.chunk(experts, 1))
-        return [matrix]
-
-
-def orthogonal(stack: Tensor) -> Tensor:
-    """Return the nearest orthogonal matrices [n, rows, columns], roughly: five Newton-Schulz steps (K. Jordan, Muon)."""
-    x = stack.bfloat16()
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x.mT if tall else x).float()
-
-
-def learns_by_muon(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and min(shape) >= 64 and not name.endswith(("embed", "head", "table"))
-
-
 class Trainer:
+    """Weights and optimisers, one step after another; every step's texts follow from the seed and its number."""
+
     def __init__(self, config: ModelConfig, tokens: NDArray[np.int64]) -> None:
         self.config = config
-        self.tokens = tokens
-        self.weights = initial_weights(config, torch.Generator().manual_seed(SEED))
-        self.rope = rope_table(CONTEXT, config.rope_dim, theta=config.rope_theta)
-        fixed = [n for n in self.weights if n.endswith("router_bias")]
-        self.trained = {n: w.requires_grad_(True) for n, w in self.weights.items() if n not in fixed}
-        shapes = parameter_shapes(config)
-        matrices = {n: w.detach() for n, w in self.trained.items() if learns_by_muon(n, shapes[n])}
-        self.muon = Muon(matrices, config)
-        rest = [n for n in self.trained if n not in matrices]
-        self.adam_names = rest
-        rates = {n: 0.01 if n == "embed" or n.endswith("table") else 0.004 for n in rest}
-        self.adam = torch.optim.AdamW(
-            [{"params": [self.trained[n]], "lr": rates[n], "rate": rates[n]} for n in rest],
-            betas=(0.9, 0.97), eps=1e-10, weight_decay=0.0,
-        )
-        self.step = 0
+        self.done = 0
+        self.weights = initial_weights(config, SEED)
+        self._tokens = tokens
+        self._rope = rope_table(CONTEXT, config.rope_dim, theta=config.rope_theta)
+        # The routers' biases follow the experts' load, not a gradient.
+        self._trained = {n: w.requires_grad_() for n, w in self.weights.items() if not n.endswith("router_bias")}
+        matrices = {n: w.detach() for n, w in self._trained.items() if _is_matrix(n, w)}
+        self._muon = Muon(matrices, self._blocks)
+        rates = {n: 0.01 if n.endswith(("embed", "table")) else 0.004 for n in self._trained if n not in matrices}
+        groups = [{"params": [self._trained[n]], "lr": rate, "initial": rate} for n, rate in rates.items()]
+        self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.97), eps=1e-10, weight_decay=0.0)
 
-    def state(self):
-        return {"weights": {k: v.detach() for k, v in self.weights.items()}, "momentum": self.muon.momentum, "adam": self.adam.state_dict(), "step": self.step}
-
-    def restore(self, s):
+    def step(self, stage: Stage, rate: float, pool: ThreadPoolExecutor) -> tuple[float, float]:
+        """Take one step at `rate` times the full learning rates; return bits per byte and the indexers' loss."""
+        rng = np.random.default_rng((SEED, self.done))
+        start = int(rng.integers(128, stage.length - _LEARN_ROWS)) // 2 * 2
+        how = Pass(quantise=stage.quantise, planes=stage.planes, learn_rows=slice(start, start + _LEARN_ROWS))
+        crops = [random_crops(self._tokens, rng, rows=stage.rows, length=stage.length) for _ in range(WORKERS)]
+        shares = list(pool.map(lambda texts: self._gradients(torch.from_numpy(texts), how), crops))
         with torch.no_grad():
-            for k, v in s["weights"].items(): self.weights[k].copy_(v)
-            for k, v in s["momentum"].items(): self.muon.momentum[k].copy_(v)
-        self.adam.load_state_dict(s["adam"]); self.step = s["step"]
+            grads = {n: torch.stack([share.by_name[n] for share in shares]).mean(0) for n in self._trained}
+            self._muon.step(grads, rate=_MUON_RATE * rate, momentum=min(0.95, 0.85 + self.done / 2000))
+            for name, weight in self._trained.items():
+                weight.grad = None if name in self._muon.matrices else grads[name]
+            for group in self._adam.param_groups:
+                group["lr"] = group["initial"] * rate
+            self._adam.step()
+            for layer in shares[0].loads:
+                load = torch.stack([share.loads[layer] for share in shares]).mean(0)
+                self.weights[f"layers.{layer}.router_bias"] += 0.003 * torch.sign(load.mean() - load)
+        self.done += 1
+        return sum(share.bits for share in shares) / WORKERS, sum(share.index_loss for share in shares) / WORKERS
 
-    def _worker(self, crops, attention, chunk):
+    def save(self, folder: Path) -> None:
+        """Write all it takes to go on, and the weights as they would ship, replacing the last ones at once."""
+        state = {
+            "weights": {n: w.detach() for n, w in self.weights.items()},
+            "momentum": self._muon.momentum,
+            "adam": self._adam.state_dict(),
+            "step": self.done,
+        }
+        torch.save(state, folder / "state.part")
+        (folder / "state.part").replace(folder / "state.pt")
+        save_weights(folder / "tiny.safetensors", self.config, self.weights)
+
+    def resume(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        state = torch.load(folder / "state.pt")
+        with torch.no_grad():
+            for kept, current in ((state["weights"], self.weights), (state["momentum"], self._muon.momentum)):
+                for name, value in kept.items():
+                    current[name].copy_(value)
+        self._adam.load_state_dict(state["adam"])
+        self.done = state["step"]
+
+    def _gradients(self, texts: Tensor, how: Pass) -> _Gradients:
+        torch.set_num_threads(1)  # of this worker's thread
+        model = Model(self.config, {n: w.bfloat16() for n, w in self.weights.items()}, self._rope)
+        out = batch_forward(model, texts[:, :-1], how)
+        loss = functional.cross_entropy(model.logits(out.hidden), texts[:, 1:].flatten())
+        wanted = list(self._trained.values())
+        grads = torch.autograd.grad(loss + out.index_loss, wanted, allow_unused=True, materialize_grads=True)
+        bits, index_loss = loss.item() / math.log(2), out.index_loss.item()
+        return _Gradients(dict(zip(self._trained, grads, strict=True)), bits, index_loss, out.loads)
+
+    def _blocks(self, name: str, matrix: Tensor) -> tuple[Tensor, ...]:
+        """Gate and value halves, and every expert, are matrices of their own."""
+        if name.endswith("ffn.up"):
+            return matrix.chunk(2, 0)
+        if name.endswith("experts.up"):
+            return matrix.chunk(2 * self.config.experts, 0)
+        return matrix.chunk(self.config.experts, 1) if name.endswith("experts.down") else (matrix,)
+
+
+def _is_matrix(name: str, weight: Tensor) -> bool:
+    return weight.ndim == 2 and min(weight.shape) >= 64 and not name.endswith(("embed", "head", "table"))
+
+
+def _schedule() -> Iterator[tuple[Stage, float]]:
+    """Yield every step's stage and its share of the full learning rates."""
+    total = sum(stage.steps for stage in STAGES)
+    step = 0
+    for stage in STAGES:
+        for _ in range(stage.steps):
+            yield stage, min(1.0, (step + 1) / _WARMUP_STEPS, (total - step) / _DECAY_STEPS)
+            step += 1
+
+
+def train(folder: Path) -> None:
+    """Train in `folder`, from its checkpoint if it has one, then write the package's assets."""
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = read_sources()
+    trainer = Trainer(ModelConfig.preset("tiny"), training_tokens(sources))
+    if (folder / "state.pt").exists():
+        trainer.resume(folder)
+    began = time.monotonic()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for step, (stage, rate) in enumerate(_schedule()):
+            if step < trainer.done:
+                continue
+            bits, index_loss = trainer.step(stage, rate, pool)
+            if trainer.done % 10 == 0:
+                seconds = time.monotonic() - began
+                print(f"step {trainer.done} bits/byte {bits:.3f} index {index_loss:.3f} {seconds:.0f} s", flush=True)
+            if trainer.done % _CHECKPOINT_STEPS == 0:
+                trainer.save(folder)
+    trainer.save(folder)
+    save_weights(TINY_WEIGHTS, trainer.config, trainer.weights)
+    write_data_assets(sources)
+
+
+def write_data_assets(sources: list[Source]) -> None:
+    """Write the held-out slice and the manifest of all texts beside the weights."""
+    ASSETS.mkdir(exist_ok=True)
+    HELD_OUT.write_bytes(held_out_slice(sources, windows=_HELD_OUT_WINDOWS, length=CONTEXT))
+    about = {"python": platform.python_version(), "seed": SEED, "stages": [asdict(stage) for stage in STAGES]}
+    MANIFEST.write_text(json.dumps(about | manifest(sources), indent=0) + "\n")
+
+
+def evaluate(weights: Path, held_out: Path = HELD_OUT) -> Evaluation:
+    """Measure weights on whole windows of `CONTEXT` bytes of a held-out slice, in bf16."""
+    began = time.monotonic()
+    model = load_model(weights, max_positions=CONTEXT, dtype=torch.bfloat16)
+    data = np.frombuffer(held_out.read_bytes(), np.uint8).reshape(-1, CONTEXT).astype(np.int64)
+    texts = torch.from_numpy(np.pad(data, ((0, 0), (1, 0)), constant_values=BOS))
+
+    def bits(text: Tensor, *, planes: bool) -> float:
         torch.set_num_threads(1)
-        tokens = torch.from_numpy(crops)
-        model = Model(self.config, {n: w.bfloat16() for n, w in self.weights.items()}, self.rope)
-        out = batch_forward(model, tokens[:, :-1], attention, sampled_chunk=chunk)
-        loss = functional.cross_entropy(model.logits(out.hidden), tokens[:, 1:].flatten())
-        names = list(self.trained)
-        grads = torch.autograd.grad(loss + out.index_loss, [self.trained[n] for n in names])
-        return dict(zip(names, grads)), loss.item(), out.index_loss.item(), out.loads
+        with torch.inference_mode():
+            hidden = batch_forward(model, text[:-1].unsqueeze(0), Pass(planes=planes)).hidden
+            return functional.cross_entropy(model.logits(hidden), text[1:]).item() / math.log(2)
 
-    def run(self, folder: Path, stages, decay):
-        total = sum(s.steps for s in stages)
-        began = time.time(); cpu = time.process_time()
-        first = 0
-        with ThreadPoolExecutor(WORKERS) as pool:
-            for s in stages:
-                for step in range(first, first + s.steps):
-                    if step < self.step: continue
-                    rng = np.random.default_rng((SEED, step))
-                    attention = Attention(top_k=self.config.top_k, quantise=s.quantise)
-                    chunk = int(rng.integers(1, s.length // 128))
-                    data = [next(batches(self.tokens, rng, rows=s.rows, length=s.length)) for _ in range(WORKERS)]
-                    results = list(pool.map(lambda d: self._worker(d, attention, chunk), data))
-                    frac = min(1.0, (total - step) / decay) * min(1.0, (step + 1) / 20)
-                    with torch.no_grad():
-                        grads = {n: sum(r[0][n] for r in results) / WORKERS for n in self.trained}
-                        self.muon.step(grads, 0.02 * frac, min(0.95, 0.85 + 0.1 * step / 200))
-                        for g in self.adam.param_groups: g["lr"] = g["rate"] * frac
-                        for n in self.adam_names: self.trained[n].grad = grads[n]
-                        self.adam.step()
-                        for layer in results[0][3]:
-                            load = sum(r[3][layer] for r in results) / WORKERS
-                            self.weights[f"layers.{layer}.router_bias"].add_(torch.sign(load.mean() - load), alpha=0.003)
-                    self.step = step + 1
-                    bits = sum(r[1] for r in results) / WORKERS / math.log(2)
-                    if step % 10 == 0 or step < 10:
-                        print(step, f"bits {bits:.3f} index {sum(r[2] for r in results)/WORKERS:.3f} wall {time.time()-began:.0f} cpu {time.process_time()-cpu:.0f}", [round(x, 2) for x in load.tolist()], flush=True)
-                    if self.step % 50 == 0:
-                        torch.save(self.state(), folder / "state.part"); (folder / "state.part").rename(folder / "state.pt")
-                        save_weights(folder / "tiny.safetensors", self.config, self.weights)
-                first += s.steps
+    with ThreadPoolExecutor(WORKERS) as pool:
+        full = list(pool.map(lambda text: bits(text, planes=True), texts))
+        cut = list(pool.map(lambda text: bits(text, planes=False), texts))
+    return Evaluation(
+        bits_per_byte=round(sum(full) / len(full), 4),
+        windows_only=round(sum(cut) / len(cut), 4),
+        bytes=data.size,
+        context=CONTEXT,
+        revision=weights_revision(weights),
+        seconds=round(time.monotonic() - began, 1),
+    )
+
+
+def main() -> None:
+    """Run the command line above."""
+    parser = argparse.ArgumentParser(prog="train_tiny", description="Train or measure the small model.")
+    parser.add_argument("--checkpoints", type=Path, help="folder to train in; resumes what it holds")
+    parser.add_argument("--evaluate", action="store_true", help="measure instead of training")
+    parser.add_argument("--weights", type=Path, default=TINY_WEIGHTS, help="what to measure")
+    parser.add_argument("--json", action="store_true", help="print the measurement as JSON")
+    args = parser.parse_args()
+    if args.evaluate:
+        found = asdict(evaluate(args.weights))
+        print(json.dumps(found) if args.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+    elif args.checkpoints:
+        train(args.checkpoints)
+    else:
+        parser.error("nothing to do; pass --checkpoints DIR to train or --evaluate to measure")
 
 
 if __name__ == "__main__":
-    import sys
-    folder = Path(sys.argv[1]); folder.mkdir(exist_ok=True)
-    torch.set_num_threads(1)
-    sources = read_sources()
-    trainer = Trainer(ModelConfig.preset("tiny"), training_tokens(sources))
-    print(len(sources), trainer.tokens.size)
-    if (folder / "state.pt").exists(): trainer.restore(torch.load(folder / "state.pt"))
-    trainer.run(folder, STAGES, DECAY_STEPS)
+    main()

@@ -95,6 +95,14 @@ def test_case_05_no_two_namespaces_run_into_each_other() -> None:
     assert len({chain_keys(ns, TOKENS)[0] for ns in pairs}) == 4
 
 
+@pytest.mark.parametrize("joint", ["", "\0", "\1", "/", "|", ":", ",", "\n"])
+def test_case_05_no_text_can_play_the_joint_between_two_fields(joint: str) -> None:
+    """The same for names that hold whatever might have been put between them."""
+    one = replace(NS, model=f"a{joint}b", weights="c")
+    other = replace(NS, model="a", weights=f"b{joint}c")
+    assert chain_keys(one, TOKENS)[0] != chain_keys(other, TOKENS)[0]
+
+
 def test_case_05_text_moved_between_any_two_fields_changes_the_key() -> None:
     """The same for all fields, for what is empty and what is not there, and for salts that end in zeros."""
     names = [field.name for field in fields(Namespace)]

@@ -317,7 +317,6 @@ def test_simulate_obeys_its_options(run: Run, trace: Path) -> None:
     assert rate() == 12
     assert rate("--ttl", "chat=1h", "--ttl", "quick=120s") == 4
     assert rate("--capacity-blocks", "5", "--capacity", "unbounded", "--swa-keep", "prompt-end") < 12
-    assert rate("--limit", "2") * 0 == 0
     assert run("simulate", trace, "--limit", "2", "--json").document["requests"] == 2
     small = ("--payload", "real", "--geometry", "tiny", "--swa-bytes", "1000000", "--keep-rows", "128")
     real = run("simulate", trace, *small, "--swa-expiry", "unbounded", "--json").document

@@ -301,7 +301,7 @@ def test_lists_filter_and_stop(place: Place) -> None:
 
 def test_explain_finds_the_bytes_and_the_reason(place: Place) -> None:
     path = [1, 2, 3]
-    place.store((path, "brief"))
+    place.store(([9], "brief"), (path, "brief"))
     place.now += 5
     with place.engine() as store:
         store.lookup(NS, prompt(path[:2]), traffic="long")
@@ -351,10 +351,8 @@ def test_explain_takes_the_beginning_of_a_key(place: Place) -> None:
 
 def test_explain_asks_for_more_digits_where_several_blocks_fit(place: Place) -> None:
     with place.engine() as store:
-        store.blocks.commit(
-            b"".join(bytes([0xAB, 0xCD, number]) + bytes(29) for number in range(3)), 3, "brief", first=0, payload=None,
-            origin=Origin.EXACT,
-        )  # fmt: skip
+        keys = [bytes([0xAB, 0xCD, number]) + bytes(29) for number in range(3)] + [b"inside \xab\xcd" + bytes(23)]
+        store.blocks.commit(b"".join(keys), 4, "brief", first=0, payload=None, origin=Origin.EXACT)
     with place.inspect() as view, pytest.raises(UsageError, match="fits 3 blocks; give more digits"):
         explain(view, "abcd")
 
@@ -569,11 +567,13 @@ def test_evict_all_leaves_no_segment_and_children_go_before_parents(place: Place
     place.store(([1, 2], "keep"), ([1, 2, 3], "keep"), ([4], "keep"))
     with place.engine() as store:
         store.pin(chain_keys(NS, prompt([4])), ttl_s=1000)
+    with place.inspect() as view:
+        physical = read_stat(view).physical_bytes
     chosen = plan(place, lambda _, txn: plan_all(txn))
     assert chosen.cuts[0].blocks == 1, "the extent of block 3 goes before that of its parents"
     with place.operate() as view:
         done = evict(view, chosen)
-    assert done.blocks == 4
+    assert (done.blocks, done.returned_bytes) == (4, physical)
     assert segment_files(place) == []
     with place.engine() as store:
         assert store.stats().physical_bytes == 0
@@ -690,8 +690,10 @@ def with_reads(view: StoreView, read: Callable[[Backend, Sequence[ReadOp], float
 def test_verify_gives_up_a_backend_that_hangs(place: Place) -> None:
     place.store(*[([number], "keep") for number in range(40)])
     release = threading.Event()
+    tried: list[ReadOp] = []
 
     def hang(backend: Backend, ops: Sequence[ReadOp], deadline_s: float) -> list[int]:
+        tried.extend(ops)
         release.wait()
         return [-errno.EIO for _ in ops]
 
@@ -699,6 +701,7 @@ def test_verify_gives_up_a_backend_that_hangs(place: Place) -> None:
         with_reads(view, hang)
         report = verify(view, deadline_s=0.01)
     release.set()
+    assert len(tried) <= 3, "after three late reads nothing more is asked of it"
     assert (report.checked, report.unread, report.bad, report.clean) == (0, 40, [], False)
 
 
