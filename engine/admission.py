@@ -158,6 +158,9 @@ class Adoption:
     def place(self, adopted_tokens: int, length: int) -> Placed:
         """Put the first `adopted_tokens` into slots, with room for `length` tokens; SlotsExhausted if there is none."""
         adopted = adopted_tokens // BLOCK_TOKENS
+        # Others may have loaded the same blocks meanwhile: one copy of them is enough.
+        first = len(self._shared)
+        self._shared += self._live.hold(self._hit.keys[first:adopted], exact=self._exact - first)
         shared = self._shared[:adopted]
         fresh = self._live.allocate(blocks_for(length) - len(shared))
         loaded = [
@@ -166,7 +169,7 @@ class Adoption:
         ]
         if loaded and self._lent is not None:
             memory = self._live.slots.memory
-            rows = torch.from_numpy(self._lent.rows[: len(loaded), : memory.shape[1]])
+            rows = torch.from_numpy(self._lent.rows[len(shared) - first : adopted - first, : memory.shape[1]])
             memory[fresh[: len(loaded)]] = rows.to(memory.device)
             self._live.share(self._hit.keys[len(shared) : adopted], loaded)
         self._shared = self._shared[adopted:]

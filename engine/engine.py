@@ -151,7 +151,7 @@ class Engine:
         if turns:
             works = [Work(turn.session, turn.end, logits=turn.is_last) for turn in turns]
             self._settle(turns, self._runner.step(works))
-        elif self._loads:
+        elif self._loads and self._requests and not self._finished:
             wait(self._loads, return_when=FIRST_COMPLETED)
             self._take_in()
         finished, self._finished = self._finished, []
@@ -287,6 +287,8 @@ class Engine:
         )
         if self._writeback.offer(leavings):
             request.stored_blocks = max(first, whole)
+            for state in states:
+                del request.states[state.end]
 
     def _end(self, request: Request, finish: Finish) -> None:
         del self._requests[request.handle]

@@ -109,13 +109,13 @@ class Request:
         """Note states of boundaries just crossed, and forget those that no later end of prompt or output wants."""
         assert self.session is not None
         self.states.update((state.end, state) for state in states)
-        wanted = {*self.prompt_boundaries(policy)} if not self.served else set()
+        wanted = () if self.served else self.prompt_boundaries(policy)
         low = next(iter(kept_boundaries(self.session.computed, policy)), 0)
         self.states = {end: state for end, state in self.states.items() if end >= low or end in wanted}
 
-    def prompt_boundaries(self, policy: ReplayPolicy) -> tuple[int, ...]:
-        """Boundaries whose states are worth keeping once the prompt is computed."""
+    def prompt_boundaries(self, policy: ReplayPolicy) -> list[int]:
+        """Boundaries whose states are worth keeping once the prompt is computed, ascending."""
         assert self.admission is not None
         plan = self.admission.plan
-        replayed = (plan.write_floor,) if plan.start < plan.write_floor else ()
-        return (*replayed, *kept_boundaries(self.prompt_tokens, policy))
+        replayed = {plan.write_floor} if plan.start < plan.write_floor else set()
+        return sorted(replayed | {*kept_boundaries(self.prompt_tokens, policy)})

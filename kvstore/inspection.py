@@ -26,6 +26,7 @@ from duokv.kvstore.events import EventBus
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.hostlocks import HostLocks
 from duokv.kvstore.index import Index, IndexTxn
+from duokv.kvstore.indexfile import BootMark, check_index
 from duokv.kvstore.opening import (
     BOOT_ID,
     MANIFEST,
@@ -41,8 +42,6 @@ from duokv.kvstore.policybook import PolicyBook
 from duokv.kvstore.recovery import take_lock
 
 _LOCK_WAIT_S = 10.0
-_META_BYTES = 152
-_NO_PAGE = (1 << 64) - 1
 _BROKEN = (lmdb.Error, struct.error, ValueError, msgspec.MsgspecError)
 
 
@@ -162,8 +161,10 @@ def operate_store(
         stack.callback(take_lock(backend, "open", wait_s=_LOCK_WAIT_S).release)
         manifest, actual, place = _identify(backend, url, config, geometry)
         check_index(place)
+        mark = BootMark(place)
+        mark.begin(boot_id())
         index = Index(place, map_bytes=config.index_map_bytes)
-        stack.callback(index.close)
+        stack.callback(mark.finish, index)
         yield StoreView(
             url=url, manifest=manifest, geometry=actual, backend=backend, config=config, clock=clock or Clock(),
             place=place, writable=index,
@@ -173,32 +174,6 @@ def operate_store(
 def boot_id() -> str:
     """What tells this start of the machine from others."""
     return BOOT_ID.read_text().strip()
-
-
-def check_index(place: Path) -> None:
-    """StoreError unless an index file is there and holds the roots of its trees: a read past its end kills the process.
-
-    Layout of LMDB's two meta pages (mdb.c of lmdb 0.9): page size at byte 40, the roots of the free list and of the
-    tables at 80 and 128, transaction at 144. Pages never written may lie past the end, so its last page says nothing.
-    """
-    file = place / "data.mdb"
-    try:
-        with file.open("rb") as data:
-            first = data.read(_META_BYTES)
-            page = int.from_bytes(first[40:44], "little")
-            data.seek(page)
-            metas = (first, data.read(_META_BYTES))
-            size = data.seek(0, os.SEEK_END)
-    except FileNotFoundError:
-        raise StoreError(f"index {place}: not there; build it with kvctl rebuild") from None
-    except OSError as error:
-        raise StoreError(f"index {place}: {error.strerror}; make {file.name} readable for this user") from error
-    newest = max(metas, key=lambda meta: int.from_bytes(meta[144:], "little"))
-    roots = (int.from_bytes(newest[at : at + 8], "little") for at in (80, 128))
-    if any(len(meta) < _META_BYTES for meta in metas) or any(
-        size < (root + 1) * page for root in roots if root != _NO_PAGE
-    ):
-        raise StoreError(f"index {place}: {file.name} is cut short; build it anew with kvctl rebuild")
 
 
 def _identify(

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -20,6 +21,7 @@ from duokv.kvstore.errors import StoreError, UsageError, nearest
 from duokv.kvstore.events import Degraded, EventBus, log_warning
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index
+from duokv.kvstore.indexfile import BootMark
 from duokv.kvstore.policybook import PolicyBook, encode_policy
 from duokv.kvstore.record import FORMAT
 from duokv.kvstore.recovery import POLICY_FILE, Recovery, take_lock
@@ -63,11 +65,11 @@ def open_store(
         actual = geometry_of(manifest, wanted, url)
         path, on_close = index_place(url, config)
         undo.callback(on_close)
-        index = Index(path, map_bytes=config.index_map_bytes)
-        undo.callback(index.close)
         events = EventBus()
         events.subscribe(log_warning)
         boot = boot_id if boot_id is not None else BOOT_ID.read_text().strip()
+        index = _open_index(path, config, boot, events)
+        undo.callback(index.close)
         Recovery(
             index=index, backend=backend, geometry=actual, boot_id=boot, emit=events.emit, now_s=clock.wall()
         ).run()
@@ -83,13 +85,27 @@ def open_store(
                 backend.write_file(POLICY_FILE, encode_policy(config.seed_policy))
         store = KVStore(
             backend=backend, index=index, geometry=actual, config=config, clock=clock, events=events,
-            writer_id=writer_id, locks=(lock,), on_close=on_close,
+            writer_id=writer_id, locks=(lock,), on_close=on_close, close_index=partial(BootMark(path).finish, index),
         )  # fmt: skip
         opening.release()
         undo.pop_all()
     for note in backend.notes:
         store.events.emit(Degraded(url, note))
     return store
+
+
+def _open_index(path: Path, config: StoreConfig, boot: str, events: EventBus) -> Index:
+    """Open the index, without what a crash of the machine may have left of it."""
+    try:
+        mark = BootMark(path)
+        doubt = mark.doubt(boot)
+        if doubt is not None:
+            events.emit(Degraded("index", f"built anew: {doubt}"))
+            mark.discard()
+        mark.begin(boot)
+    except OSError as error:
+        raise StoreError(f"index {path}: {error.strerror}; make it writable, or set index_path elsewhere") from error
+    return Index(path, map_bytes=config.index_map_bytes)
 
 
 def resolve_backend(url: str, direct: str, *, create: bool = True) -> Backend:

@@ -109,6 +109,7 @@ class KVStore:
     def __init__(
         self, *, backend: Backend, index: Index, geometry: CacheGeometry, config: StoreConfig, clock: Clock,
         events: EventBus, writer_id: str, locks: Sequence[Lock], on_close: Callable[[], None],
+        close_index: Callable[[], None],
     ) -> None:  # fmt: skip
         self.geometry = geometry
         self.config = config
@@ -120,6 +121,7 @@ class KVStore:
         self._clock = clock
         self._locks = locks
         self._on_close = on_close
+        self._close_index = close_index
         self._writer_id = writer_id
         self._codec = BlockCodec(geometry)
         self._pool = BufferPool(config.buffer_bytes)
@@ -314,9 +316,8 @@ class KVStore:
             with self._index.write() as txn:
                 write_lives(self._backend, txn)
                 txn.drop_meta(b"writer:" + self._writer_id.encode())
-            self._index.sync()
         finally:
-            self._index.close()
+            self._close_index()
             for lock in self._locks:
                 lock.release()
             self._backend.close()

@@ -47,6 +47,10 @@ class Outcome:
     def blocks(self) -> Tensor:
         return self.memory[: self.tokens // BLOCK_TOKENS]
 
+    def boundaries(self, after: int) -> range:
+        """Boundaries above `after`, and one beyond what was computed."""
+        return range(after - after % BLOCK_TOKENS + BLOCK_TOKENS, self.tokens + 2 * BLOCK_TOKENS, BLOCK_TOKENS)
+
 
 @dataclass
 class Request:

@@ -70,9 +70,9 @@ def random_crops(tokens: NDArray[np.int64], rng: np.random.Generator, *, rows: i
 
 
 def manifest(sources: list[Source]) -> dict[str, object]:
-    """Return what was read: per file its path, bytes, digest and whether it was held out."""
-    files = [[source.path, len(source.text), source.sha256, source.held_out] for source in sources]
-    return {"left_out": sorted(LEFT_OUT), "columns": ["path", "bytes", "sha256", "held_out"], "files": files}
+    """Return what was read: the digest of every file, by path, of those trained on and of those held out."""
+    seen, unseen = ({s.path: s.sha256 for s in sources if s.held_out == held_out} for held_out in (False, True))
+    return {"left_out": sorted(LEFT_OUT), "trained_on": seen, "held_out": unseen}
 
 
 def _whole_windows(text: bytes, length: int) -> list[bytes]:

@@ -227,7 +227,7 @@ def write_data_assets(sources: list[Source]) -> None:
     ASSETS.mkdir(exist_ok=True)
     HELD_OUT.write_bytes(held_out_slice(sources, windows=_HELD_OUT_WINDOWS, length=CONTEXT))
     about = {"python": platform.python_version(), "seed": SEED, "stages": [asdict(stage) for stage in STAGES]}
-    MANIFEST.write_text(json.dumps(about | manifest(sources), indent=0) + "\n")
+    MANIFEST.write_text(json.dumps(about | manifest(sources), indent=1) + "\n")
 
 
 def evaluate(weights: Path, held_out: Path = HELD_OUT) -> Evaluation:

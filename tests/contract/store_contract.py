@@ -1,12 +1,11 @@
 """The laws of a whole store as tests, over any backend.
 
-A backend of your own carries a store if a subclass that provides `new_backend` passes:
+A backend of your own carries a store if a subclass that provides `open_place` passes:
 
     class TestStoreOnMine(StoreContract):
         @pytest.fixture
-        def new_backend(self, tmp_path):
-            number = itertools.count()
-            return lambda: MyBackend(tmp_path / str(next(number)))
+        def open_place(self, tmp_path):
+            return lambda name: MyBackend(tmp_path / name)
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from __future__ import annotations
 import errno
 import itertools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import GEOMETRY, NS, SLOT, Hands, census, check_space, config, open_test_store, payloads, prompt
+from store_kit import GEOMETRY, NS, SLOT, Hands, check_space, config, open_test_store, payloads, prompt
 
-from duokv.connectors.fs_faulty import FaultyBackend, fail_each
+from duokv.connectors.fs_faulty import Fail, Fault, FaultyBackend, Kind
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import StoreError
@@ -29,34 +29,43 @@ from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.store import KVStore, PrefixHit
 
-NewBackend = Callable[[], Backend]
+OpenPlace = Callable[[str], Backend]
 Path_ = tuple[int, ...]
 TRUNK = (0,) * 7
 BRANCH = (0, 0, 1, 1)
 OTHER = (2,) * 5
+NEW = (7,) * 4
 
 
 class Bench:
     """A store under test, with all that was ever committed to it."""
 
-    def __init__(self, backend: Backend, folder: Path, settings: StoreConfig) -> None:
-        self.backend = backend
+    def __init__(self, place: Callable[[], Backend], index: Path, settings: StoreConfig, *faults: Fault) -> None:
+        self.backend = FaultyBackend(place(), faults)
         self.hands = Hands()
-        self._folder = folder
+        self._place = place
+        self._index = index
         self._settings = settings
         self._serial = 0
         self.written: dict[bytes, set[bytes]] = {}
-        self.store = self.opened()
+        try:
+            self.store = self._open()
+        except (OSError, StoreError):
+            # Opening may fail, as a whole; then it can be tried again.
+            self.backend.heal()
+            self.backend.inner = place()
+            self.store = self._open()
 
-    def opened(self) -> KVStore:
+    def _open(self) -> KVStore:
         self.hands.now += 1.0
-        return open_test_store(self.backend, self._folder / "index", self.hands, self._settings)
+        return open_test_store(self.backend, self._index, self.hands, self._settings)
 
     def reopen(self, *, rebuild: bool = False) -> None:
         self.store.close()
+        self.backend.inner = self._place()
         if rebuild:
-            shutil.rmtree(self._folder / "index")
-        self.store = self.opened()
+            shutil.rmtree(self._index)
+        self.store = self._open()
 
     def commit(self, path: Path_, *, first: int = 0, traffic: str = "long", origin: Origin = Origin.EXACT) -> int:
         """Commit new bytes; returns how many blocks the store says it wrote."""
@@ -85,19 +94,34 @@ class Bench:
         check_space(self.store, self.backend)
 
 
+MakeBench = Callable[..., Bench]
+"""(settings, *faults) -> a store in a place of its own, closed at the end of the test."""
+
+
 class StoreContract:
     """Tests that a store passes on every backend."""
 
     @pytest.fixture
-    def new_backend(self) -> NewBackend:
-        """Override: each call gives a new, empty place."""
-        raise NotImplementedError("give the subclass a new_backend fixture")
+    def open_place(self) -> OpenPlace:
+        """Override: each call opens the place of that name anew; it is empty at first."""
+        raise NotImplementedError("give the subclass an open_place fixture")
 
     @pytest.fixture
-    def bench(self, new_backend: NewBackend, tmp_path: Path) -> Iterator[Bench]:
-        bench = Bench(new_backend(), tmp_path, config())
-        yield bench
-        bench.store.close()
+    def make_bench(self, open_place: OpenPlace, tmp_path: Path) -> Iterator[MakeBench]:
+        benches: list[Bench] = []
+
+        def make(settings: StoreConfig, *faults: Fault) -> Bench:
+            name = f"place-{len(benches)}"
+            benches.append(Bench(partial(open_place, name), tmp_path / f"index {name}", settings, *faults))
+            return benches[-1]
+
+        yield make
+        for bench in benches:
+            bench.store.close()
+
+    @pytest.fixture
+    def bench(self, make_bench: MakeBench) -> Bench:
+        return make_bench(config())
 
     def test_what_is_stored_is_found_and_read_back(self, bench: Bench) -> None:
         assert bench.commit(TRUNK) == 7
@@ -138,19 +162,18 @@ class StoreContract:
         bench.check()
 
     @pytest.mark.parametrize("slots", [12, 40])
-    def test_capacity_is_physical(self, new_backend: NewBackend, tmp_path: Path, slots: int) -> None:
+    def test_capacity_is_physical(self, make_bench: MakeBench, slots: int) -> None:
         capacity = slots * SLOT
-        bench = Bench(new_backend(), tmp_path, config(capacity=capacity, preallocate_bytes=4 * SLOT))
+        bench = make_bench(config(capacity=capacity, preallocate_bytes=4 * SLOT))
         for number in range(40):
             bench.commit((number, number, number), traffic="long" if number % 3 else "keep")
             assert sum(file.allocated for file in bench.backend.list("seg/")) <= capacity
             if bench.backend.can_punch:
                 assert len(bench.read((number, number, number))) == 3, "what was just written is no victim"
         bench.check()
-        bench.store.close()
 
-    def test_a_hit_outlives_its_blocks(self, new_backend: NewBackend, tmp_path: Path) -> None:
-        bench = Bench(new_backend(), tmp_path, config(capacity_blocks=8))
+    def test_a_hit_outlives_its_blocks(self, make_bench: MakeBench) -> None:
+        bench = make_bench(config(capacity_blocks=8))
         bench.commit(TRUNK)
         hit = bench.store.lookup(NS, prompt(TRUNK), "long")
         bench.commit(OTHER)
@@ -159,48 +182,41 @@ class StoreContract:
         assert len(bench.load(hit)) == 7
         assert bench.store.stats().counts.get("blocks_quarantined", 0) == 0
         bench.check()
-        bench.store.close()
 
     @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
     @pytest.mark.parametrize("fsync", ["segment", "always"])
-    def test_any_operation_may_fail(
-        self, new_backend: NewBackend, tmp_path: Path, lasting: bool, fsync: str
-    ) -> None:
+    def test_any_operation_may_fail(self, make_bench: MakeBench, lasting: bool, fsync: str) -> None:
         """Commits, lookups and loads never raise; when the trouble is over the books balance and all goes on."""
         settings = config(capacity_blocks=10, fsync=fsync)
-        for number, faulty in enumerate(fail_each(new_backend, None, lasting=lasting)):
-            self._survives(faulty, tmp_path / str(number), settings)
+        for nth in itertools.count(1):
+            if not self._survives(make_bench(settings, Fail(kind=None, nth=nth, lasting=lasting))):
+                return
 
     @pytest.mark.parametrize("kind", ["create", "reserve", "write"])
-    def test_a_full_device_is_a_drop(self, new_backend: NewBackend, tmp_path: Path, kind: str) -> None:
-        settings = config(capacity_blocks=10)
-        rounds = fail_each(new_backend, kind, error=errno.ENOSPC)  # type: ignore[arg-type]
-        for number, faulty in enumerate(rounds):
-            self._survives(faulty, tmp_path / str(number), settings)
+    def test_a_full_device_is_a_drop(self, make_bench: MakeBench, kind: Kind) -> None:
+        for nth in itertools.count(1):
+            if not self._survives(make_bench(config(capacity_blocks=10), Fail(kind=kind, nth=nth, errno=errno.ENOSPC))):
+                return
 
-    def _survives(self, faulty: FaultyBackend, folder: Path, settings: StoreConfig) -> None:
-        try:
-            bench = Bench(faulty, folder, settings)
-        except (OSError, StoreError):
-            faulty.heal()
-            bench = Bench(faulty, folder, settings)
+    def _survives(self, bench: Bench) -> bool:
+        """Work while something fails, see that all is well afterwards, and return whether anything did fail."""
         try:
             self._work(bench)
-            faulty.heal()
+            bench.backend.heal()
             # A device that failed in between may have cost blocks, never the balance.
             bench.store.maintain()
             bench.store.flush()
             bench.check()
-            assert bench.commit((7, 7, 7, 7)) == 4
-            assert len(bench.read((7, 7, 7, 7))) == 4
-            before = {path: bench.read(path) for path in (TRUNK, BRANCH, OTHER, (7,) * 4)}
+            assert bench.commit(NEW) == len(NEW)
+            assert len(bench.read(NEW)) == len(NEW)
+            before = {path: bench.read(path) for path in (TRUNK, BRANCH, OTHER, NEW)}
             bench.reopen()
             bench.check()
             assert {path: bench.read(path) for path in before} == before
-            bench.store.close()
         except BaseException as error:
-            error.add_note("\n".join(map(str, faulty.log)))
+            error.add_note("\n".join(map(str, bench.backend.log)))
             raise
+        return bench.backend.fired > 0
 
     def _work(self, bench: Bench) -> None:
         bench.commit(TRUNK[:5], origin=Origin.APPROX)
@@ -221,14 +237,3 @@ class StoreContract:
             action()
         except OSError as error:
             assert error.strerror == "injected fault"
-
-
-def fresh(make: Callable[[Path], Backend], folder: Path) -> NewBackend:
-    """`new_backend` for a backend that lives in a folder."""
-    numbers: Iterator[int] = itertools.count()
-    return lambda: make(folder / f"backend {next(numbers)}")
-
-
-def blocks_of(bench: Bench) -> Sequence[bytes]:
-    """Index keys of all blocks a store holds."""
-    return sorted(census(bench.store).blocks)

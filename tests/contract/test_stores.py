@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from store_contract import NewBackend, StoreContract, fresh
+from store_contract import OpenPlace, StoreContract
 
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.connectors.fs_posix import PosixBackend
@@ -13,17 +14,17 @@ from duokv.connectors.fs_posix import PosixBackend
 
 class TestOnMemory(StoreContract):
     @pytest.fixture
-    def new_backend(self) -> NewBackend:
-        return MemoryBackend
+    def open_place(self) -> OpenPlace:
+        return defaultdict[str, MemoryBackend](MemoryBackend).__getitem__
 
 
 class TestOnMemoryWithoutPunch(StoreContract):
     @pytest.fixture
-    def new_backend(self) -> NewBackend:
-        return lambda: MemoryBackend(can_punch=False)
+    def open_place(self) -> OpenPlace:
+        return defaultdict[str, MemoryBackend](lambda: MemoryBackend(can_punch=False)).__getitem__
 
 
 class TestOnPosix(StoreContract):
     @pytest.fixture
-    def new_backend(self, tmp_path: Path) -> NewBackend:
-        return fresh(PosixBackend, tmp_path)
+    def open_place(self, tmp_path: Path) -> OpenPlace:
+        return lambda name: PosixBackend(tmp_path / name)

@@ -209,10 +209,10 @@ def test_case_20_short_hits(world: World) -> None:
     world.ask(tokens, n=1)
     world.lose_windows(tokens)
     for length, present, expected in (
-        (130, 1, (0, 0, 0, 130)),
-        (257, 2, (0, 116, 140, 1)),
-        (268, 2, (0, 128, 128, 12)),
         (400, 2, (0, 128, 128, 144)),
+        (268, 2, (0, 128, 128, 12)),
+        (257, 2, (0, 116, 140, 1)),
+        (130, 1, (0, 0, 0, 130)),
     ):
         world.evict(tokens, keep=present)
         stored = world.blocks()
@@ -267,7 +267,7 @@ def test_a_load_never_stalls_others(world: World) -> None:
         assert [output.handle.request_id for output in done] == ["A"]
         assert (engine.stats().running, engine.stats().waiting) == (0, 1)
         released.set()
-        assert parts(finish(engine)["B"]) == (512, 0, 0, 88)
+        assert parts(finish(engine)["B"]) == (384, 0, 128, 88)
     world.close()
 
 
@@ -293,11 +293,11 @@ def test_a_short_load_plans_again_with_the_verified_blocks(world: World, mode: M
     assert output.report.hit_tokens == 512
     used = bad * 128 if bad > 1 else 0
     assert parts(output)[3] == 600 - used
-    if mode == "exact" or used == 0:
-        assert output.tokens == expected.tokens
+    if mode == "bounded" and bad == 2:
+        assert parts(output) == (0, 128, 128, 344), "no state is kept so far before the prompt's end"
+        assert output.tokens == replayed_tokens(world, tokens, 256, 1)
     else:
-        assert parts(output) == (0, used - 128, 128, 600 - used), "the state at the hit's end is of no use any more"
-        assert output.tokens == replayed_tokens(world, tokens, used, 1)
+        assert output.tokens == expected.tokens
     world.close()
 
 
@@ -435,7 +435,7 @@ def test_a_preempted_request_whose_blocks_are_gone_plans_anew_from_its_decoder_s
 def test_requests_share_the_slots_of_a_common_prefix(world: World) -> None:
     shared = text(0, 512)
     world.ask([*shared, 1], n=1)
-    with world.engine() as engine:
+    with world.engine(load_threads=1) as engine:
         free = engine.stats().free_slots
         for seed in range(3):
             engine.submit([*shared, *text(seed, 50)], ns=NS, sampling=greedy(20))
@@ -489,7 +489,7 @@ def test_cancelling_gives_everything_back_at_any_time(world: World) -> None:
 
 
 def test_a_cancelled_prompt_leaves_the_blocks_it_computed(world: World) -> None:
-    with world.engine(chunk_tokens=100) as engine:
+    with world.engine("exact", chunk_tokens=100) as engine:
         handle = engine.submit(text(1, 600), ns=NS, sampling=greedy(1))
         while not engine.stats().rows >= 300:
             engine.step()

@@ -20,7 +20,7 @@ from duokv.engine.runner import Truncation, Work
 from duokv.engine.session import Session
 from duokv.engine.slots import BlockSlots, PlaneSlots
 from duokv.kernels.formats import decode
-from duokv.replay import Mode, Reason, ReplayPlan, plan_replay, swa_candidates, usable, valid_from
+from duokv.replay import Reason, ReplayPlan, ReplayPolicy, plan_replay, swa_candidates, usable, valid_from
 
 LONGEST = 700
 WORDS = text(7, LONGEST + GENERATED)
@@ -134,41 +134,137 @@ def test_truncation_changes_no_stored_byte(keep_rows: int) -> None:
     assert [run.rows for run in (whole, masked, compact)] == [700] * 3
 
 
-def hit_plan(length: int, hit: int, *, swa: int | None, mode: Mode = "bounded", keep_rows: int = 140) -> ReplayPlan:
-    """A plan for a hit. swa: which of the candidate boundaries has a state, None for none."""
-    rules = policy(mode, keep_rows)
-    at = None
-    if swa is not None:
-        at = swa_candidates(hit_tokens=hit, prompt_tokens=length, policy=rules)[swa]
-    return plan_replay(hit_tokens=hit, prompt_tokens=length, swa_at=at, policy=rules)
-
-
-def exact_hit(length: int, plan: ReplayPlan, mode: Mode, keep_rows: int, chunks: Sequence[int] = (1 << 20,)) -> Outcome:
-    """Run a plan over what the longest cold run left, and compare with this prompt's own cold run."""
+def check_hits(length: int, plans: Sequence[ReplayPlan], rules: ReplayPolicy, chunks: Sequence[int]) -> None:
+    """Run plans for one prompt side by side on what the longest cold run left; all must equal this prompt's own one."""
     donor = cold(LONGEST)
-    state = donor.states[plan.start] if plan.reason is Reason.SWA_HIT else None
-    found = run_alone(
-        WORDS[: length + GENERATED], length, plan, chunks=chunks, blocks=donor.blocks, state=state
-    )
-    good = valid_from(plan, policy(mode, keep_rows))
-    first = next(end for end in range(128, 2000, 128) if usable(end, good) and end > plan.start)
-    same(found, cold(length, keep_rows), states_from=first)
-    assert found.rows == length - plan.start + GENERATED
-    assert found.decoder_rows == min(length, keep_rows) + GENERATED
-    return found
+    bench = Bench(num_slots=128)
+    requests = [
+        bench.request(
+            WORDS[: length + GENERATED], length, plan, chunks=chunks, blocks=donor.blocks,
+            state=donor.states[plan.start] if plan.reason is Reason.SWA_HIT else None,
+        )
+        for plan in plans
+    ]  # fmt: skip
+    bench.run(*requests)
+    right = cold(length, rules.keep_rows)
+    for plan, request in zip(plans, requests, strict=True):
+        good = valid_from(plan, rules)
+        same(bench.outcome(request), right, states_from=next(p for p in right.boundaries(plan.start) if usable(p, good)))
+    assert bench.rows == sum(length - plan.start + GENERATED for plan in plans)
+    assert bench.decoder_rows == len(plans) * (min(length, rules.keep_rows) + GENERATED)
 
 
-LENGTHS = (257, 268, 269, 300, 396, 513, 524, 653, 683)
+def exact_plans(length: int, rules: ReplayPolicy) -> list[ReplayPlan]:
+    """Every adoptable hit of a prompt with every state that can serve it, and replayed exactly."""
+    plans = []
+    for hit in range(256, length, 128):
+        candidates = swa_candidates(hit_tokens=hit, prompt_tokens=length, policy=rules)
+        plans += [
+            plan_replay(hit_tokens=hit, prompt_tokens=length, swa_at=at, policy=rules) for at in (*candidates, None)
+        ]
+    return plans
 
 
 @pytest.mark.parametrize("keep_rows", KEEPS)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_every_swa_hit_equals_the_cold_run(length: int, keep_rows: int) -> None:
-    """Every adoptable hit, every boundary a state can serve it at."""
-    tried = 0
-    for hit in range(256, length, 128):
-        candidates = swa_candidates(hit_tokens=hit, prompt_tokens=length, policy=policy(keep_rows=keep_rows))
-        for place in range(len(candidates)):
-            exact_hit(length, hit_plan(length, hit, swa=place, keep_rows=keep_rows), "bounded", keep_rows, (97,))
-            tried += 1
-    assert tried or length - keep_rows < 128
+@pytest.mark.parametrize("length", [257, 268, 269, 396, 524, 653])
+def test_every_hit_equals_the_cold_run(length: int, keep_rows: int) -> None:
+    """SWA hits at either boundary and exact replays, where suffixes are short, of one window, and long."""
+    rules = policy("exact", keep_rows)
+    check_hits(length, exact_plans(length, rules), rules, (97,))
+
+
+@settings(max_examples=12)
+@given(st.data(), st.integers(257, LONGEST), st.sampled_from(KEEPS), st.lists(st.integers(1, 300), min_size=1, max_size=3))
+def test_any_hit_equals_the_cold_run(data: st.DataObject, length: int, keep_rows: int, chunks: list[int]) -> None:
+    rules = policy("exact", keep_rows)
+    plan = data.draw(st.sampled_from(exact_plans(length, rules)))
+    check_hits(length, [plan], rules, chunks)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("keep_rows", KEEPS)
+def test_every_hit_of_every_length_equals_the_cold_run(keep_rows: int) -> None:
+    rules = policy("exact", keep_rows)
+    for length in range(257, LONGEST):
+        check_hits(length, exact_plans(length, rules), rules, (97,))
+
+
+def bounded_plans(length: int, keep_rows: int) -> list[ReplayPlan]:
+    rules = policy(keep_rows=keep_rows)
+    plans = [
+        plan_replay(hit_tokens=hit, prompt_tokens=length, swa_at=None, policy=rules) for hit in range(256, length, 128)
+    ]
+    return [plan for plan in plans if plan.start]
+
+
+def check_bounded(length: int, plans: Sequence[ReplayPlan], chunks: Sequence[int]) -> None:
+    """Run bounded replays of one prompt side by side; each must equal its own two streams, and leave what it adopted."""
+    donor = cold(LONGEST)
+    bench = Bench(num_slots=128)
+    words = WORDS[: length + GENERATED]
+    requests = [bench.request(words, length, plan, chunks=chunks, blocks=donor.blocks) for plan in plans]
+    bench.run(*requests)
+    for plan, request in zip(plans, requests, strict=True):
+        found, adopted = bench.outcome(request), plan.write_floor // 128
+        same_as_pass(found, replayed(model(), torch.tensor(words), plan), plan, length)
+        assert torch.equal(found.blocks[:adopted], donor.blocks[:adopted])
+        assert min(found.states, default=512) >= plan.start + 128
+    assert bench.rows == sum(length - plan.start + GENERATED for plan in plans)
+
+
+@pytest.mark.parametrize("keep_rows", KEEPS)
+@pytest.mark.parametrize("length", [257, 268, 300, 524])
+def test_bounded_replay_equals_its_two_streams(length: int, keep_rows: int) -> None:
+    check_bounded(length, bounded_plans(length, keep_rows), (61,))
+
+
+@settings(max_examples=8)
+@given(st.data(), st.integers(270, 600), st.sampled_from(KEEPS), st.lists(st.integers(1, 300), min_size=1, max_size=3))
+def test_any_bounded_replay_equals_its_two_streams(
+    data: st.DataObject, length: int, keep_rows: int, chunks: list[int]
+) -> None:
+    check_bounded(length, [data.draw(st.sampled_from(bounded_plans(length, keep_rows)))], chunks)
+
+
+def test_bounded_replay_is_not_the_cold_run() -> None:
+    """Else the oracle of two streams would prove nothing."""
+    plan = bounded_plans(524, 140)[-1]
+    words = torch.tensor(WORDS[:524])
+    whole = forward(model(), words, decoder_start=plan.decoder_start)
+    assert not torch.equal(replayed(model(), words, plan).logits, whole.logits)
+
+
+@pytest.mark.parametrize("at", [256, 384])
+def test_ngrams_look_back_across_a_restored_boundary(at: int) -> None:
+    """A row at the boundary reads the three tokens before it, which no state holds, and no token before those."""
+    donor, length = cold(LONGEST), 540
+    plan = plan_replay(hit_tokens=at, prompt_tokens=length, swa_at=at, policy=policy())
+    right = cold(length).logits[0]
+    for back in range(1, 6):
+        words = list(WORDS[:length])
+        words[at - back] ^= 1
+        found = run_alone(words, length, plan, blocks=donor.blocks, state=donor.states[at]).logits[0]
+        assert torch.equal(found, right) == (back > 3), back
+
+
+@pytest.mark.parametrize("length", [250, 251, 255])
+@pytest.mark.parametrize("draft", [1, 3, 6])
+def test_rejected_drafts_leave_no_trace(length: int, draft: int) -> None:
+    """Rows of wrong tokens are computed, across a boundary too, and taken back at an odd or even row."""
+    bench = Bench()
+    table = bench.slots.allocate(3)
+    session = Session.begin(CONFIG, cold_plan(length), list(WORDS[:length]), slots=table, poison=True)
+    logits = bench.runner.step([Work(session, length, logits=True)]).logits
+    states: dict[int, bytes] = {}
+    for count in range(GENERATED):
+        session.tokens += [WORDS[length + count], *text(count, draft)]
+        bench.runner.step([Work(session, len(session.tokens))])
+        session.truncate(length + count)
+        session.tokens.append(WORDS[length + count])
+        done = bench.runner.step([Work(session, length + count + 1, logits=True)])
+        logits += done.logits
+        states |= {state.end: state.data.tobytes() for state in done.states[0]}
+    right = cold(length)
+    assert torch.equal(torch.stack([one for one in logits if one is not None]), right.logits)
+    assert torch.equal(bench.slots.memory[table][: right.tokens // 128], right.blocks)
+    assert states == {end: state for end, state in right.states.items() if end > length}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,15 @@ SMALL = replace(
     TINY, hidden=32, heads=2, q_rank=32, index_heads=2, top_k=16, engram_rows=64, engram_dim=8, ffn_hidden=32,
     shared_hidden=32, expert_hidden=16,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Shapes are so small that threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def random_model(config: ModelConfig = SMALL, positions: int = 2048) -> Model:
