@@ -82,7 +82,7 @@ def peer_of(store: KVStore, backend: Backend, hands: Hands) -> KVStore:
     """Another process's store on the same index, as far as one process can have that."""
     return KVStore(
         backend=backend, index=store._index, geometry=store.geometry, config=store.config, clock=hands.clock,
-        events=EventBus(), writer_id="peer", locks=(), on_close=lambda: None,
+        events=EventBus(), writer_id="peer", locks=(), on_close=lambda: None, close_index=store._index.sync,
     )  # fmt: skip
 
 
