@@ -141,6 +141,12 @@ class ByteBudget:
     block_bytes: int
     swa_bytes: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.parameters / 1e6:,.1f} M parameters ({self.parameter_bytes / 1e6:,.1f} MB), "
+            f"block {self.block_bytes:,} B, SWA window {self.swa_bytes:,} B"
+        )
+
 
 def byte_budget(config: ModelConfig) -> ByteBudget:
     """Count a model's parameters and what it stores, from its own shapes and formats; nothing is allocated."""
@@ -220,7 +226,7 @@ def _ffn_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 _PRESETS = {
-    # Bytes as tokens, 6.6 M parameters: trained by `tools/train_tiny.py`, shipped in `engine/assets`.
+    # Bytes as tokens, 6.0 M parameters: trained by `tools/train_tiny.py`, shipped in `engine/assets`.
     "tiny": ModelConfig(
         name="tiny",
         geometry="tiny",

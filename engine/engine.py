@@ -61,7 +61,6 @@ class Engine:
         self._finished: list[Output] = []
         self._numbers = count()
         self._steps = self._rows = self._decoder_rows = self._preemptions = 0
-        self._dropped_blocks = self._dropped_windows = 0
         self._closed = False
 
     @classmethod
@@ -87,11 +86,11 @@ class Engine:
                 left.add(self.submit(prompt, ns=ns, sampling=sampling, traffic=traffic, on_token=on_token, index=index))
             while left:
                 outputs = self.step()
+                mine = [output for output in outputs if output.handle in left]
                 self._finished = [output for output in outputs if output.handle not in left]
-                for output in outputs:
-                    if output.handle in left:
-                        left.remove(output.handle)
-                        yield output
+                # Not waited for: what ended here, and what a step of the caller's own took meanwhile.
+                left &= self._requests.keys()
+                yield from mine
         finally:
             for handle in left:
                 self.cancel(handle)
@@ -186,10 +185,10 @@ class Engine:
                 request.crowded = True
                 if request.handle in self._requests:
                     self._scheduler.wait(request)
-            except UsageError:
-                self._requests.pop(request.handle, None)
+            except Exception:
                 request.end_lease()
-                raise
+                if self._requests.pop(request.handle, None) is not None:
+                    raise
 
     def _start(self, request: Request, admission: Admission) -> None:
         last, request.admission = request.admission, admission

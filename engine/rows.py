@@ -73,7 +73,7 @@ class LayerInputs:
 
 
 def kept_rows(sessions: Sequence[Session], window: int) -> Tensor:
-    """Return the ring rows that come before each session's next row: uint8 [layers, sessions * (window - 1), row_bytes].
+    """Return the `window - 1` ring rows before each session's next one: uint8 [layers, all of them, row_bytes].
 
     Rows of positions that were never there come too, whatever they hold; the index leads around them.
     """

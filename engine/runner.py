@@ -67,7 +67,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """Entries attended to: decoded latents fp32 [u, head_dim], and each row's choice of them [n, top_k], -1 for none."""
+    """Entries attended to: latents fp32 [u, head_dim], and each row's choice of them [n, top_k], -1 for none."""
 
     latents: Tensor
     index: Tensor
@@ -166,9 +166,7 @@ class _Step:
             attended = self._attend(layer, inputs.query, window, batch, selection)
             hidden = row.layer_outputs(model, layer, hidden, attended, batch.positions)
         states = self._settle(geometry, records)
-        return StepResult(
-            self._logits(hidden), states, len(self._encoder.positions), len(self._decoder.positions)
-        )
+        return StepResult(self._logits(hidden), states, len(self._encoder.positions), len(self._decoder.positions))
 
     def _decoder_rows(self) -> Tensor:
         """Return which of the encoder's rows go on into the decoder layers."""
@@ -205,9 +203,7 @@ class _Step:
             table = run.session.slots[: -(-run.end // BLOCK_TOKENS)]
             visible = (batch.positions[run.at] + 1) // plane.ratio
             keys = plane.index_keys(table)
-            best = select_entries(
-                query.query[run.at], keys, query.weight[run.at], visible, k=self._model.config.top_k
-            )
+            best = select_entries(query.query[run.at], keys, query.weight[run.at], visible, k=self._model.config.top_k)
             chosen.append(plane.places(table, best.clamp(min=0)).masked_fill_(best < 0, -1))
         places = torch.cat(chosen)
         used, index = places.unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""One request's private model state: its tokens, block table, sliding-window rings and unfinished compressed entries."""
+"""One request's private state: its tokens, block table, sliding-window rings and unfinished compressed entries."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Session:
     ) -> Session:
         """Return a session that has computed nothing yet, its window restored if the plan says so.
 
-        tokens, slots: taken over, not copied; slots cover the adopted blocks [0, plan.write_floor) and hold their bytes.
+        tokens, slots: taken over, not copied; slots cover and hold the adopted blocks, [0, plan.write_floor).
         window: the `swa_bytes` stored at plan.start, copied; given on an SWA hit and only then.
         poison: ring rows that hold nothing are 0xFF instead of 0, for tests.
 

@@ -17,7 +17,7 @@ _POISON = 0xFF
 """Decodes to NaN in every scale and every e4m3 value, so that a read of a freed slot shows."""
 
 
-class SlotsExhausted(Exception):
+class SlotsExhausted(Exception):  # noqa: N818  says what happened
     """Fewer slots are free than were asked for; nothing was taken."""
 
 
@@ -142,7 +142,8 @@ class _Records:
     def write(self, places: Tensor, values: Tensor) -> None:
         records = encode(values, self._fmt)
         at = self._split(places)
-        for part, new in zip(self._parts, records.split([self._fmt.data_bytes, self._fmt.scale_bytes], -1), strict=True):
+        halves = records.split([self._fmt.data_bytes, self._fmt.scale_bytes], dim=-1)
+        for part, new in zip(self._parts, halves, strict=True):
             part[at] = new
 
     def read(self, places: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def save_weights(path: Path, config: ModelConfig, weights: Mapping[str, Tensor])
     stored = {name: weights[name].detach().to(torch.bfloat16).contiguous() for name in parameter_shapes(config)}
     part = path.with_suffix(".part")
     save_file(stored, part, metadata={"model": config.name})
+    part.chmod(0o644)  # the library leaves it to its owner alone
     part.replace(path)
 
 

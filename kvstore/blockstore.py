@@ -334,7 +334,8 @@ class BlockStore:
                 for _, place, _, raw, count in txn.walk(blob, 0, blocks):
                     life = self._cache.get(place, raw)
                     alive = min(count, life.alive(cutoffs))
-                    self._cache.use(place, life, PIN_CLASS, alive, until)
+                    if alive:
+                        self._cache.use(place, life, PIN_CLASS, alive, until)
                     held += alive
                     if alive < count:
                         break
@@ -383,9 +384,10 @@ class BlockStore:
             self.flush_uses()
             self.space.flush()
 
-    def close(self) -> None:
-        """Persist uses and seal the active segments."""
+    def close(self) -> bool:
+        """Persist uses and seal the active segments; returns whether nothing was left for the next open to do."""
         with self._write:
             self.flush_uses()
-            self.space.close()
+            clean = self.space.close()
             self._index.sync()
+            return clean

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import lmdb
+
 from duokv.kvstore.blockstore import BlockStore
 from duokv.kvstore.buffers import Lent
-from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Event
+from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Degraded, Event
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.index import Index
 from duokv.kvstore.keys import KEY_BYTES
@@ -54,16 +56,20 @@ class BlockLoader:
         total = wanted.blocks - wanted.first
         until = self._reader.after(deadline_s)
         lead, reason, spans = 0, None, wanted.spans
-        for attempt in range(2):
-            for grown, reason in self._pass(wanted, spans, rows, lead, lent, until):
-                if reason is None:
-                    yield grown
-                lead = grown
-            if reason is None or reason == LATE:
-                break
-            spans, reason = self._settle(wanted, spans, wanted.first + lead, reason)
-            if not spans or attempt:
-                break
+        try:
+            for attempt in range(2):
+                for grown, reason in self._pass(wanted, spans, rows, lead, lent, until):
+                    if reason is None:
+                        yield grown
+                    lead = grown
+                if reason is None or reason == LATE:
+                    break
+                spans, reason = self._settle(wanted, spans, wanted.first + lead, reason)
+                if not spans or attempt:
+                    break
+        except lmdb.Error as error:
+            reason = "index"
+            self._emit(Degraded("index", f"load failed: {error}"))
         if reason is None and lead < total:
             reason = _CUT
         self._emit(BlocksLoaded(lead, total, lead * self._codec.slot_bytes, reason))

@@ -97,6 +97,7 @@ class SegmentWriter:
         """Bytes reserved that the index does not count yet."""
         self._geometry = geometry
         self._reserved = 0
+        self._sealed: int | None = None
         self._entries: list[tuple[int, Extent]] = []
         self._writer: Writer = backend.create(self.name, 0)
 
@@ -167,9 +168,12 @@ class SegmentWriter:
         self.unsynced = False
 
     def seal(self, *, durable: bool) -> int:
-        """Write the footer and close the file; returns the file's length."""
-        sync = self._sync if durable else None
-        return seal_file(self._writer, self._entries, self.next_slot, self._geometry, sync=sync)
+        """Write the footer and close the file, if that was not done yet; returns the file's length."""
+        if self._sealed is None:
+            sync = self._sync if durable else None
+            self._sealed = seal_file(self._writer, self._entries, self.next_slot, self._geometry, sync=sync)
+            self.unsynced = False
+        return self._sealed
 
     def abort(self) -> None:
         """Remove the file."""

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import lmdb
+
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
@@ -248,7 +250,7 @@ class Space:
     def _try_seal(self, writer: SegmentWriter) -> None:
         try:
             self._seal(writer)
-        except OSError as error:
+        except (OSError, lmdb.Error) as error:
             self._emit(Degraded(writer.name, f"could not be sealed, a later flush tries again: {error}"))
             self._unsealed.append(writer)
             if writer.doubtful:
@@ -310,13 +312,14 @@ class Space:
         for writer in waiting:
             self._try_seal(writer)
 
-    def close(self) -> None:
-        """Seal all active segments; the next open finishes what cannot be sealed now."""
+    def close(self) -> bool:
+        """Seal all active segments; returns False if the next open has to finish something."""
         self.seal_full()
         self._seal_again()
         while self._active:
             self._try_seal(self._active.popitem()[1])
         self._remove_again()
+        return not self._unsealed and not self._dead
 
     def _writers(self) -> list[SegmentWriter]:
         return [*self._active.values(), *self._full, *self._unsealed]
@@ -494,12 +497,12 @@ class Space:
         name = info.name(number)
         try:
             self._backend.remove(name)
-        except OSError as error:
+            with self._index.write() as txn:
+                txn.drop_segment(number)
+        except (OSError, lmdb.Error) as error:
             self._dead[number] = info
             self._emit(Degraded(name, f"file could not be removed, housekeeping tries again: {error}"))
             return
-        with self._index.write() as txn:
-            txn.drop_segment(number)
         self._emit(SpaceFreed(name, info.allocated))
 
     def _remove_again(self) -> None:

@@ -7,9 +7,10 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 
@@ -46,6 +47,7 @@ from duokv.kvstore.walk import Found, MissReason
 Blocks = npt.NDArray[np.uint8] | Sequence[memoryview | bytes | npt.NDArray[np.uint8]]
 """`[n, payload_bytes]` (or wider) uint8, or one buffer of payload_bytes per block."""
 _JUMP_S = 60.0
+_LONGEST_PIN_S = 1e9
 _REQUEST_IDS = 65_536
 
 
@@ -255,6 +257,8 @@ class KVStore:
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> int:
         """Hold a chain's stored leading blocks for `ttl_s` seconds against expiry and eviction; returns how many."""
         self._check_open()
+        if not 0 <= ttl_s <= _LONGEST_PIN_S:
+            raise UsageError(f"pin: ttl of {ttl_s} s; give 0 to {_LONGEST_PIN_S:.0f} seconds")
         return self.blocks.pin(keys.blob, len(keys), ttl_s)
 
     # -- SWA KV ------------------------------------------------------------------------------------------------------
@@ -311,17 +315,21 @@ class KVStore:
         if self._thread is not None:
             self._thread.join()
         self._reader.close()
-        try:
-            self.blocks.close()
-            with self._index.write() as txn:
-                write_lives(self._backend, txn)
-                txn.drop_meta(b"writer:" + self._writer_id.encode())
-        finally:
-            self._close_index()
+        with ExitStack() as undo:
+            undo.callback(self._on_close)
+            undo.callback(self._backend.close)
             for lock in self._locks:
-                lock.release()
-            self._backend.close()
-            self._on_close()
+                undo.callback(lock.release)
+            undo.callback(self._close_index)
+            try:
+                clean = self.blocks.close()
+                with self._index.write() as txn:
+                    write_lives(self._backend, txn)
+                    # Who is still named here has left something for the next open to put right.
+                    if clean:
+                        txn.drop_meta(b"writer:" + self._writer_id.encode())
+            except (OSError, lmdb.Error) as error:
+                self.events.emit(Degraded("close", f"not finished, the next open does it: {error}"))
 
     def __enter__(self) -> KVStore:
         return self

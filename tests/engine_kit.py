@@ -233,9 +233,11 @@ class World:
         finally:
             engine.close()
 
-    def ask(self, tokens: Sequence[int], mode: Mode = "bounded", n: int = 4, **changes: object) -> Output:
+    def ask(
+        self, tokens: Sequence[int], mode: Mode = "bounded", n: int = 4, *, keep_rows: int = 140, **changes: object
+    ) -> Output:
         """Serve one prompt by an engine of its own."""
-        with self.engine(mode, **changes) as engine:
+        with self.engine(mode, keep_rows=keep_rows, **changes) as engine:
             (output,) = engine.generate([tokens], ns=NS, sampling=greedy(n))
         return output
 

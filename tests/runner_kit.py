@@ -127,7 +127,10 @@ class Bench:
         encoder = CONFIG.encoder_layers
         slots = session.ring.shape[1]
         rings = []
-        for rows, floor in ((session.ring[:encoder], session.held_from), (session.ring[encoder:], session.plan.decoder_start)):
+        for rows, floor in (
+            (session.ring[:encoder], session.held_from),
+            (session.ring[encoder:], session.plan.decoder_start),
+        ):
             seen = torch.arange(max(session.computed - BLOCK_TOKENS, floor, 0), session.computed) % slots
             rings.append(rows[:, seen])
         return Outcome(

@@ -124,7 +124,7 @@ class Recorder:
 
     def _wait(self, done: Commit) -> None:
         done.wait_durable()
-        self._promised = {key: contents for key, contents in self._written.items()}
+        self._promised = dict(self._written)
 
     def read(self, path: tuple[int, ...]) -> None:
         hit = self.store.lookup(NS, prompt(path), "brief")

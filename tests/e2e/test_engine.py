@@ -20,9 +20,19 @@ from duokv.engine import Engine, EngineConfig, Handle, Output, Sampling
 from duokv.engine.runner import Runner, Truncation, Work
 from duokv.engine.session import Session
 from duokv.engine.slots import BlockSlots
-from duokv.kvstore import CacheGeometry, RequestServed, StoreConfig, StoreError, UsageError, chain_keys, open_store
+from duokv.kvstore import (
+    CacheGeometry,
+    Origin,
+    RequestServed,
+    StoreConfig,
+    StoreError,
+    SwaWindow,
+    UsageError,
+    chain_keys,
+    open_store,
+)
 from duokv.kvstore.events import Degraded
-from duokv.replay import Mode, Reason, ReplayPlan, ReplayPolicy, TokenPartition, plan_replay
+from duokv.replay import Mode, Reason, ReplayPolicy, TokenPartition, plan_replay
 
 DRAWN = Sampling(max_tokens=6, temperature=1.0, top_p=0.9, seed=11)
 
@@ -76,6 +86,7 @@ def test_exact_hits_equal_the_cold_run_over_turns(
         output = world.ask(tokens, "exact", keep_rows=keep, n=5, chunk_tokens=chunk)
         assert output.tokens == expected.tokens
         assert sum(parts(output)) == len(tokens)
+        assert output.report.rows == sum(parts(output)[2:]) + 4, "never the hit again"
         tokens = [*tokens, *output.tokens]
         match between[turn % 3]:
             case "lose windows":
@@ -204,7 +215,7 @@ def test_case_18_another_slot_with_an_empty_swa_tier_replays_once(world: World) 
 
 
 def test_case_20_short_hits(world: World) -> None:
-    """A hit of 128 tokens or fewer is cold; H = 256 replays 128 of L >= 268 and 140 of L = 257; blocks stay as they are."""
+    """A hit of 128 tokens or fewer is cold; H = 256 replays 128 if L >= 268, else up to 140; blocks stay."""
     tokens = text(1, 600)
     world.ask(tokens, n=1)
     world.lose_windows(tokens)
@@ -246,6 +257,24 @@ def test_a_state_stays_leased_while_its_request_runs(world: World) -> None:
         (output,) = finish(engine).values()
         assert output.report.reason is Reason.SWA_HIT
         assert world.store.stats().windows.leased == 0
+    world.close()
+
+
+@pytest.mark.parametrize(("valid_from", "reason"), [(0, Reason.SWA_HIT), (1, Reason.SWA_MISS)])
+def test_a_state_whose_window_is_not_whole_is_not_used(world: World, valid_from: int, reason: Reason) -> None:
+    """Rows below `valid_from` are anybody's."""
+    tokens = text(1, 600)
+    expected = world.ask(tokens, "exact", n=1)
+    key = chain_keys(NS, tokens)[2]
+    with world.store.lease_window(key) as window:
+        assert window is not None
+        data = bytes(window.data or b"")
+    world.lose_windows(tokens)
+    world.store.put_window(key, SwaWindow(384, memoryview(data), 256 + valid_from, Origin.EXACT))
+    output = world.ask(tokens, "exact", n=1)
+    assert output.report.reason is reason
+    assert output.tokens == expected.tokens
+    assert world.store.stats().windows.leased == 0
     world.close()
 
 
@@ -371,7 +400,8 @@ def test_what_was_dropped_at_the_prompt_s_end_is_offered_again_at_the_output_s(w
     world.backend.inject(Stall(kind="write", until=released))
     with world.engine(write_queue_bytes=0) as engine:
         engine.submit(text(1, 300), ns=NS, sampling=greedy(1))
-        engine.submit(text(2, 300), ns=NS, sampling=greedy(20), request_id="later")
+        finish(engine)
+        engine.submit(text(2, 300), ns=NS, sampling=greedy(20))
         while not engine.stats().dropped_blocks:
             engine.step()
         released.set()
@@ -583,11 +613,14 @@ def test_what_cannot_be_served_is_refused_at_once(world: World, prompt: list[int
 
 def test_an_unknown_traffic_class_raises_and_leaves_the_others(world: World) -> None:
     with world.engine() as engine:
-        good = engine.submit(text(1, 50), ns=NS, sampling=greedy(4))
+        engine.submit(text(1, 50), ns=NS, sampling=greedy(4))
         engine.submit(text(2, 50), ns=NS, sampling=greedy(4), traffic="agnet")
+        done: list[Output] = []
         with pytest.raises(UsageError, match="agent"):
-            finish(engine)
-        assert finish(engine)[good.request_id].tokens == cold_output(text(1, 50)).tokens
+            while True:
+                done += engine.step()
+        done += finish(engine).values()
+        assert [output.tokens for output in done] == [cold_output(text(1, 50)).tokens]
     world.close()
 
 

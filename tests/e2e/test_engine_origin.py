@@ -85,7 +85,7 @@ def check_labels(world: World, texts: Sequence[Sequence[int]]) -> int:
                 exact.add(key)
                 wrong += [f"block {block}"] if payload != cold.blocks[block].tobytes() else []
             with world.store.lease_window(key, require=Origin.EXACT) as window:
-                if window is not None and window.data != cold.states[window.end]:
+                if window is not None and bytes(window.data or b"") != cold.states[window.end]:
                     wrong.append(f"window at {window.end}")
     assert not wrong
     assert not stored, "a block is stored that no text has"

@@ -87,16 +87,16 @@ def test_a_prompt_in_one_step_equals_the_plain_pass(length: int, keep_rows: int)
     assert found.decoder_rows == min(length, keep_rows) + GENERATED
 
 
-@pytest.mark.parametrize("chunks", [(1,), (3,), (17,), (127,), (128,), (129, 1), (5, 250)], ids=str)
+@pytest.mark.parametrize("chunks", [(7,), (127, 1), (128,), (129, 1), (5, 250)], ids=str)
 def test_chunks_do_not_show(chunks: Sequence[int]) -> None:
     same(run_alone(WORDS[: 301 + GENERATED], 301, cold_plan(301), chunks=chunks), cold(301))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     st.lists(
-        st.tuples(st.sampled_from([2, 100, 129, 256, 301]), st.lists(st.integers(1, 200), min_size=1, max_size=4)),
-        min_size=2, max_size=5,
+        st.tuples(st.sampled_from([2, 129, 301]), st.lists(st.integers(1, 200), min_size=1, max_size=4)),
+        min_size=2, max_size=3,
     )
 )  # fmt: skip
 def test_batches_and_their_chunks_do_not_show(asked: list[tuple[int, list[int]]]) -> None:
@@ -110,13 +110,17 @@ def test_batches_and_their_chunks_do_not_show(asked: list[tuple[int, list[int]]]
         same(bench.outcome(request), cold(length))
 
 
+def test_rows_one_by_one_equal_rows_at_once() -> None:
+    same(run_alone(WORDS[: 135 + GENERATED], 135, cold_plan(135), chunks=(1,)), cold(135))
+
+
 def test_threads_do_not_show() -> None:
     torch.set_num_threads(2)
     try:
-        found = run_alone(WORDS[: 301 + GENERATED], 301, cold_plan(301), chunks=(90,))
+        found = run_alone(WORDS[: 135 + GENERATED], 135, cold_plan(135), chunks=(90,))
     finally:
         torch.set_num_threads(1)
-    same(found, cold(301))
+    same(found, cold(135))
 
 
 @pytest.mark.parametrize("keep_rows", KEEPS)
@@ -149,7 +153,9 @@ def check_hits(length: int, plans: Sequence[ReplayPlan], rules: ReplayPolicy, ch
     right = cold(length, rules.keep_rows)
     for plan, request in zip(plans, requests, strict=True):
         good = valid_from(plan, rules)
-        same(bench.outcome(request), right, states_from=next(p for p in right.boundaries(plan.start) if usable(p, good)))
+        same(
+            bench.outcome(request), right, states_from=next(p for p in right.boundaries(plan.start) if usable(p, good))
+        )
     assert bench.rows == sum(length - plan.start + GENERATED for plan in plans)
     assert bench.decoder_rows == len(plans) * (min(length, rules.keep_rows) + GENERATED)
 
@@ -173,8 +179,10 @@ def test_every_hit_equals_the_cold_run(length: int, keep_rows: int) -> None:
     check_hits(length, exact_plans(length, rules), rules, (97,))
 
 
-@settings(max_examples=12)
-@given(st.data(), st.integers(257, LONGEST), st.sampled_from(KEEPS), st.lists(st.integers(1, 300), min_size=1, max_size=3))
+@settings(max_examples=6)
+@given(
+    st.data(), st.integers(257, LONGEST), st.sampled_from(KEEPS), st.lists(st.integers(1, 300), min_size=1, max_size=3)
+)
 def test_any_hit_equals_the_cold_run(data: st.DataObject, length: int, keep_rows: int, chunks: list[int]) -> None:
     rules = policy("exact", keep_rows)
     plan = data.draw(st.sampled_from(exact_plans(length, rules)))
@@ -218,7 +226,7 @@ def test_bounded_replay_equals_its_two_streams(length: int, keep_rows: int) -> N
     check_bounded(length, bounded_plans(length, keep_rows), (61,))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.data(), st.integers(270, 600), st.sampled_from(KEEPS), st.lists(st.integers(1, 300), min_size=1, max_size=3))
 def test_any_bounded_replay_equals_its_two_streams(
     data: st.DataObject, length: int, keep_rows: int, chunks: list[int]
@@ -247,8 +255,8 @@ def test_ngrams_look_back_across_a_restored_boundary(at: int) -> None:
         assert torch.equal(found, right) == (back > 3), back
 
 
-@pytest.mark.parametrize("length", [250, 251, 255])
-@pytest.mark.parametrize("draft", [1, 3, 6])
+@pytest.mark.parametrize("length", [250, 255])
+@pytest.mark.parametrize("draft", [1, 5])
 def test_rejected_drafts_leave_no_trace(length: int, draft: int) -> None:
     """Rows of wrong tokens are computed, across a boundary too, and taken back at an odd or even row."""
     bench = Bench()

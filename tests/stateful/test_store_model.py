@@ -45,7 +45,9 @@ POLICIES = [
     Policy({"brief": ClassRule(0.0), "keep": ClassRule(None)}, "brief"),
 ]
 # Few enough that prompts meet often: a trunk, branches off it at several depths, and a stranger.
-PATHS = [path[:n] for path in [(0,) * 8, (0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 0, 1, 1), (2, 2)] for n in range(len(path) + 1)]
+PATHS = [
+    path[:n] for path in [(0,) * 8, (0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 0, 1, 1), (2, 2)] for n in range(len(path) + 1)
+]
 paths = st.sampled_from(sorted(set(PATHS)))
 classes = st.sampled_from(["brief", "long", "keep", None])
 origins = st.sampled_from(list(Origin))
@@ -194,7 +196,9 @@ class StoreMachine(RuleBasedStateMachine):
     def adopt(self) -> None:
         """Give the model the store's blocks and last uses, where a crash took some."""
         found = census(self.store).blocks
-        order = {stamp: i for i, stamp in enumerate(sorted({s for held in found.values() for s in held.stamps.values()}))}
+        order = {
+            stamp: i for i, stamp in enumerate(sorted({s for held in found.values() for s in held.stamps.values()}))
+        }
         self.model._order = len(order)
         names = {number: name for name, number in self.model.policy.ids.items()}
         self.model.blocks = {key: block for key, block in self.model.blocks.items() if key[:PREFIX_BYTES] in found}

@@ -134,6 +134,16 @@ def test_latent_fp8_by_hand() -> None:
     assert formats.decode(record, fmt)[32:34].tolist() == [448.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("fmt", "limit"), [(formats.latent_fp8(32), 448.0), (formats.index_fp4(32), 6.0)], ids=["e4m3", "e2m1"]
+)
+def test_the_next_scale_starts_right_above_the_limit(fmt: RecordFormat, limit: float) -> None:
+    above = torch.tensor(limit).nextafter(torch.tensor(torch.inf)).item()
+    largest = torch.tensor([limit, above, limit / 2, 1.0001 * limit / 2])
+    records = formats.encode(torch.nn.functional.pad(largest.unsqueeze(1), (0, 31)), fmt)
+    assert records[:, -1].tolist() == [127, 128, 126, 127]
+
+
 def test_latent_fp4_by_hand() -> None:
     fmt = formats.latent_fp4(32)
     # Largest 6 needs scale 1 (0x38). The even index goes into the low nibble: (0.5, 1) are codes 1 and 2, byte 0x21.

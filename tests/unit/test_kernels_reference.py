@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -139,6 +139,8 @@ def by_hand(scores: list[float], visible: int, k: int) -> list[int]:
     visible=st.integers(0, 45),
     k=st.integers(1, 12),
 )
+@example(scores=[-0.0, 0.0, -0.0, 0.0], visible=4, k=1)
+@example(scores=[-1.0, -2.5, -1.0, -math.inf], visible=4, k=2)
 def test_top_k_with_ties(scores: list[float], visible: int, k: int) -> None:
     """Few distinct scores, so most choices are between equals: the lowest index wins."""
     chosen = reference.top_k(torch.tensor([scores, scores]), torch.tensor([visible, 0]), k=k)

@@ -153,7 +153,9 @@ def test_hand_written_gradients_match_differences() -> None:
         hidden = batch_forward(Model(probe, weights, model.rope), tokens, Pass(quantise=False)).hidden
         return hidden[:, 0].square().mean()
 
-    names = [n for n in weights if n.endswith(("kv", "q_up", "sink", "plane.gate", "q_norm", "out", "q_down"))]
+    names = [
+        f"layers.{n}" for n in ("0.kv", "1.plane.gate", "1.engram.key", "2.q_up", "3.plane.kv", "4.sink", "5.q_norm")
+    ]
     grads = torch.autograd.grad(loss(weights), [weights[n] for n in names])
     for name, grad in zip(names, grads, strict=True):
         step = 1e-2 / direction[name].norm()

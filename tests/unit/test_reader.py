@@ -76,11 +76,14 @@ class World:
         writer = self.backend.create("seg/a", 8 * SLOT)
         writer.write(0, [memoryview(bytes([i + 1]) * SLOT) for i in range(8)])
         writer.seal(8 * SLOT)
+        self.gate = threading.Event()
+        """What stalled reads wait for."""
         self.pool = BufferPool(1 << 20)
         self.reader = BlockReader(self.backend, threads=4, slot_bytes=SLOT, monotonic=time.monotonic)
 
     def close(self) -> None:
         """Return once all that was asked for has been read."""
+        self.gate.set()
         self.reader.close()
         for thread in self.reader._started:
             thread.join()
@@ -197,8 +200,7 @@ def test_no_bytes_are_told_from_wrong_bytes(reason: str, unreadable: bool) -> No
 
 
 def test_a_blocked_backend_is_late_and_its_memory_waits_for_it(world: World) -> None:
-    gate = threading.Event()
-    world.backend.inject(Stall(kind="read", until=gate, lasting=True))
+    world.backend.inject(Stall(kind="read", until=world.gate, lasting=True))
     lent = world.pool.lend(4, SLOT)
     rows = lent.rows
     rows[:] = 0xEE
@@ -208,7 +210,7 @@ def test_a_blocked_backend_is_late_and_its_memory_waits_for_it(world: World) -> 
     with world.pool.lend(4, SLOT) as other:
         assert not np.may_share_memory(other.rows, rows)
         world.backend.heal()
-        gate.set()
+        world.gate.set()
         assert world.fetch(other, TWO)[-1] == (4, None)
     world.close()
     assert [int(row[0]) for row in rows] == [5, 6, 1, 2], "late reads land in their own memory"
@@ -217,20 +219,18 @@ def test_a_blocked_backend_is_late_and_its_memory_waits_for_it(world: World) -> 
 
 def test_rows_a_late_read_may_still_write_into_are_not_read_into(world: World) -> None:
     """A second load into the same rows would verify, and then be overwritten."""
-    gate = threading.Event()
-    world.backend.inject(Stall(kind="read", until=gate))
+    world.backend.inject(Stall(kind="read", until=world.gate))
     with world.pool.lend(4, SLOT) as lent:
         old, new = (Span(1, 0, 0, 1),), (Span(1, 7, 0, 1),)
         assert world.fetch(lent, old, deadline_s=SHORT_S) == [(0, LATE)]
         assert world.fetch(lent, new, deadline_s=SHORT_S) == [(0, LATE)], "rows that may change are no hit"
-        gate.set()
+        world.gate.set()
         assert world.fetch(lent, new) == [(1, None)]
         assert (lent.rows[0] == 8).all()
 
 
 def test_disjoint_rows_of_one_buffer_do_not_wait_for_each_other(world: World) -> None:
-    gate = threading.Event()
-    world.backend.inject(Stall(kind="read", until=gate))
+    world.backend.inject(Stall(kind="read", until=world.gate))
     with world.pool.lend(2, SLOT) as lent:
         for row, slot, told in ((0, 3, (0, LATE)), (1, 5, (1, None))):
             rows, until = lent.rows[row : row + 1], world.reader.after(SHORT_S if row == 0 else LONG_S)
@@ -240,15 +240,14 @@ def test_disjoint_rows_of_one_buffer_do_not_wait_for_each_other(world: World) ->
                     reads, rows, name_of=lambda _: "seg/a", check=lambda *_: None, lent=lent, until=until
                 )
             )
-        gate.set()
+        world.gate.set()
 
 
 def test_reads_that_were_not_begun_when_the_caller_left_are_not_made(world: World) -> None:
-    gate = threading.Event()
-    world.backend.inject(Stall(kind="read", until=gate, lasting=True))
+    world.backend.inject(Stall(kind="read", until=world.gate, lasting=True))
     with world.pool.lend(8, SLOT) as lent:
         assert world.fetch(lent, plan_reads((Span(1, 0, 0, 8),), max_slots=1), deadline_s=SHORT_S) == [(0, LATE)]
-        gate.set()
+        world.gate.set()
         world.backend.heal()
         assert world.fetch(lent, (Span(1, 0, 0, 1),)) == [(1, None)]
     assert sum(operation.kind == "read" for operation in world.backend.log) <= 2 + 1
