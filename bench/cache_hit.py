@@ -44,6 +44,7 @@ from duokv.replay.plan import (
 )
 
 Keep = Literal["every-block", "prompt-end", "prompt-and-output-end"]
+_MAINTAIN_S = 3600.0
 EPOCH_S = 1_700_000_000.0
 """Where a trace's second 0 lies on the virtual wall clock; any time after 1970 would do."""
 NAMESPACE = Namespace(model="trace", weights="none", tokenizer="chain-ids", kv_format="opaque")
@@ -131,6 +132,7 @@ class Simulation:
         self.report = SimReport()
         self._policy = ReplayPolicy(keep_rows=options.keep_rows)
         self._now = EPOCH_S
+        self._maintained = EPOCH_S
         self._clock = Clock(wall=lambda: self._now, monotonic=lambda: self._now)
         self._geometry = CacheGeometry.preset(options.geometry)
         self._memo = KeyMemo(NAMESPACE.root())
@@ -159,6 +161,7 @@ class Simulation:
             for number, (request, end) in enumerate(pairs):
                 self._output_ends_until(request.t)
                 self._now = EPOCH_S + request.t
+                self._maintain(store)
                 served = serve(store, request)
                 self._add(served)
                 if end is not None:
@@ -183,6 +186,13 @@ class Simulation:
             )
         folder = options.directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="duokv-simulate-"))
         return open_store(f"file://{folder}", geometry=self._geometry, config=config, clock=self._clock)
+
+    def _maintain(self, store: KVStore) -> None:
+        """Delete what expired, now and then: a pass for every request would cost more than the requests."""
+        ttls = [rule.ttl_s for rule in self.options.policy.classes.values() if rule.ttl_s is not None]
+        if ttls and self._now - self._maintained >= max(_MAINTAIN_S, min(ttls) / 24):
+            self._maintained = self._now
+            store.maintain()
 
     # -- one request -------------------------------------------------------------------------------------------------
 

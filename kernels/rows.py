@@ -3,10 +3,11 @@
 Matrix libraries choose the order of a sum by the shape of the call: on a CPU, the bits of a row of `x @ w` change with
 the number of rows in `x`. So rows are always computed in tiles of one fixed shape, the last one padded with zeros. What
 remains is that inside one call of fixed shape a row's result depends neither on its place nor on the other rows. For
-elementwise operations and last-dimension reductions this follows from what they are, as long as a tile is whole vectors,
-whose odd tail torch rounds otherwise (widths that are multiples of 4, up to 2048, are: torch splits tiles of more than
-32,768 elements among threads, in two here). For matrix products it is how libraries are built (every output element is
-one sum over K, in an order the shape decides) but no promise of theirs: tests check it, for one thread and for two.
+elementwise operations and last-dimension reductions this follows from what they are, as long as a tile is whole
+vectors, since torch rounds an odd tail otherwise. (Widths that are multiples of 4, up to 2048, are: tiles of more than
+32,768 elements are split among threads, these in two.) For matrix products it is how libraries are built (every output
+element is one sum over K, in an order the shape decides) but no promise of theirs: tests check it, for one thread and
+for two.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,15 +211,34 @@ def check(moment: Moment, unsynced: float, *, rebooted: bool, fsync: str) -> Non
     shutil.rmtree(index)
 
 
+def check_all(moments: Sequence[Moment], unsynced: Sequence[float], fsync: str) -> None:
+    """Each moment after power loss that spared so much, and after a crash of the process alone."""
+    for moment in moments:
+        for spared, rebooted in (*((spared, True) for spared in unsynced), (1.0, False)):
+            try:
+                check(moment, spared, rebooted=rebooted, fsync=fsync)
+            except BaseException as error:
+                error.add_note(f"{moment.label}; unsynced={spared}, rebooted={rebooted}")
+                raise
+
+
+def test_power_loss_at_every_step(tmp_path: Path) -> None:
+    moments = record(tmp_path, fsync="segment", can_punch=True).moments
+    check_all(moments, [0.5], "segment")
+    check_all(moments[::8], [0.0, 1.0], "segment")
+
+
+@pytest.mark.parametrize(
+    ("fsync", "can_punch"), [("segment", False), ("always", True), ("always", False)], ids=lambda value: f"{value}"
+)
+def test_power_loss_at_some_steps(tmp_path: Path, fsync: str, can_punch: bool) -> None:
+    moments = record(tmp_path, fsync=fsync, can_punch=can_punch).moments
+    check_all(moments[::7], [0.0, 0.5], fsync)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("can_punch", [True, False], ids=["punch", "no punch"])
 @pytest.mark.parametrize("fsync", ["segment", "always"])
-def test_power_loss_at_every_step(tmp_path: Path, fsync: str, can_punch: bool) -> None:
-    for moment in record(tmp_path, fsync=fsync, can_punch=can_punch).moments:
-        for unsynced in moment.disks:
-            for rebooted in (True, False):
-                try:
-                    if rebooted or unsynced == 1.0:
-                        check(moment, unsynced, rebooted=rebooted, fsync=fsync)
-                except BaseException as error:
-                    error.add_note(f"{moment.label}; unsynced={unsynced}, rebooted={rebooted}")
-                    raise
+def test_power_loss_in_many_ways(tmp_path: Path, fsync: str, can_punch: bool, seed: int) -> None:
+    check_all(record(tmp_path, fsync=fsync, can_punch=can_punch, seed=seed).moments, [0.0, 0.5, 1.0], fsync)

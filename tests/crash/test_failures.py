@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lmdb
@@ -170,19 +170,23 @@ def test_any_index_transaction_may_fail(tmp_path: Path, flush_s: float) -> None:
 
 
 def test_a_full_index_drops_commits_and_serves_hits(tmp_path: Path) -> None:
-    world = World(tmp_path, index_map_bytes=1 << 20, segment_bytes=1 << 22)
+    world = World(tmp_path, index_map_bytes=1 << 20)
     events = record(world.store)
-    for number in itertools.count():
-        done = world.commit((number, number), traffic="keep")
-        if done.dropped:
-            break
-    assert (done.new, done.dropped) == (0, 2)
+    world.commit(TRUNK)
+    world.commit(OTHER)
+    for size in (2000, 1):
+        with suppress(lmdb.MapFullError):
+            for number in itertools.count():
+                with world.store._index.write() as txn:
+                    txn.put_meta(b"ballast %d %d" % (size, number), bytes(size))
+    done = world.commit(BRANCH)
+    assert (done.new, done.present, done.dropped) == (0, 2, 2)
     assert any("MDB_MAP_FULL" in str(event) for event in events)
-    assert world.read((0, 0)) == 2
+    assert world.read(TRUNK) == 7
     world.check()
     world.faulty.inject(Corrupt(bit=3))
-    assert world.read((1, 1)) == 0
-    world.commit((number + 1,))
+    assert world.read(OTHER) == 0
+    world.commit(BRANCH)
     world.check()
     die(world.store)
 

@@ -544,6 +544,25 @@ def test_leaving_generate_cancels_the_rest(world: World) -> None:
     world.close()
 
 
+def test_generate_leaves_the_outputs_of_others_to_step(world: World) -> None:
+    with world.engine() as engine:
+        other = engine.submit(text(9, 30), ns=NS, sampling=greedy(2))
+        assert len(serve(engine, text(1, 300), text(2, 10))) == 2
+        assert [output.handle for output in engine.step()] == [other]
+    world.close()
+
+
+def test_generate_does_not_wait_for_outputs_that_a_step_of_the_caller_took(world: World) -> None:
+    with world.engine() as engine:
+        outputs = engine.generate([text(1, 10), text(2, 300)], ns=NS, sampling=greedy(4))
+        first = next(outputs)
+        taken = finish(engine)
+        assert len(taken) == 1
+        assert first.handle.request_id not in taken
+        assert list(outputs) == []
+    world.close()
+
+
 def test_tokens_are_streamed_in_order_and_a_callback_may_cancel(world: World) -> None:
     said: dict[Handle, list[int]] = {}
 
@@ -617,7 +636,7 @@ def test_an_unknown_traffic_class_raises_and_leaves_the_others(world: World) -> 
         engine.submit(text(2, 50), ns=NS, sampling=greedy(4), traffic="agnet")
         done: list[Output] = []
         with pytest.raises(UsageError, match="agent"):
-            while True:
+            for _ in range(100):
                 done += engine.step()
         done += finish(engine).values()
         assert [output.tokens for output in done] == [cold_output(text(1, 50)).tokens]

@@ -34,6 +34,8 @@ FORMATS = (
 )
 UE8M0 = tuple(fmt for fmt in FORMATS if fmt.scale == "ue8m0")
 any_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.tag)
+# One of each kind: what random rows are tried on.
+small_format = pytest.mark.parametrize("fmt", FORMATS[2:3] + FORMATS[4:], ids=lambda fmt: fmt.tag)
 ue8m0_format = pytest.mark.parametrize("fmt", UE8M0, ids=lambda fmt: fmt.tag)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -215,7 +217,7 @@ def test_every_value_goes_to_the_nearest_code(element: str) -> None:
         assert decoded == [math.copysign(nearest_even(abs(value), grid), value) for value in row]
 
 
-@any_format
+@small_format
 @given(seed=seeds, exponent=st.integers(-20, 8))
 def test_errors_stay_within_half_a_step(fmt: RecordFormat, seed: int, exponent: int) -> None:
     x = rows(fmt, 3, seed) * 2.0**exponent
@@ -245,7 +247,7 @@ def test_a_power_of_two_scale_is_the_smallest_that_fits(fmt: RecordFormat, seed:
     assert ((largest > capacity / 2) | (largest == 0)).all()
 
 
-@any_format
+@small_format
 @given(seed=seeds, n=st.integers(1, 40), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_a_record_depends_on_its_row_only(fmt: RecordFormat, seed: int, n: int, dtype: torch.dtype) -> None:
     x = rows(fmt, n, seed).to(dtype)
@@ -257,7 +259,7 @@ def test_a_record_depends_on_its_row_only(fmt: RecordFormat, seed: int, n: int, 
     assert torch.equal(together, formats.unpack_block(formats.pack_block(together, fmt), fmt))
 
 
-@any_format
+@small_format
 @given(seed=seeds, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_fake_quant_is_the_round_trip(fmt: RecordFormat, seed: int, dtype: torch.dtype) -> None:
     x = rows(fmt, 4, seed).to(dtype).requires_grad_()

@@ -48,8 +48,8 @@ def chunked(fn: Callable[[slice], Tensor], at: list[int]) -> Tensor:
 
 
 @dtypes
-@pytest.mark.parametrize("width", [64, 96, 256, 683, 1024, 1365])
-@pytest.mark.parametrize("out", [1, 8, 72, 256, 1024])
+@pytest.mark.parametrize("width", [64, 256, 683, 1024, 1365])
+@pytest.mark.parametrize("out", [1, 72, 256])
 def test_linear_rows_do_not_depend_on_company(threads: int, dtype: torch.dtype, width: int, out: int) -> None:
     x, weight, bias = normal(ROWS, width, dtype=dtype), normal(out, width, dtype=dtype), normal(out, dtype=dtype)
     whole = row_tiled_linear(x, weight, bias)
@@ -85,7 +85,7 @@ def test_row_tiled_takes_views_at_any_offset() -> None:
 
 
 @dtypes
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(at=cuts)
 def test_a_whole_layer_in_chunks(threads: int, dtype: torch.dtype, at: list[int]) -> None:
     """Norm, matrices and activation in one tiled function, as an engine would compute a layer's row-wise part."""
@@ -102,7 +102,7 @@ def test_a_whole_layer_in_chunks(threads: int, dtype: torch.dtype, at: list[int]
 
 @dtypes
 @pytest.mark.parametrize(("heads", "dim", "slots", "k"), [(8, 64, 128, 64), (3, 32, 128, 33), (1, 64, 128, 0)])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(at=cuts)
 def test_attention_in_chunks(
     threads: int, dtype: torch.dtype, heads: int, dim: int, slots: int, k: int, at: list[int]
@@ -135,7 +135,7 @@ def test_attention_in_chunks(
 
 
 @dtypes
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(at=cuts, later=st.integers(0, 700))
 def test_selection_in_chunks_and_among_later_keys(threads: int, dtype: torch.dtype, at: list[int], later: int) -> None:
     q, keys, weights = normal(ROWS, 4, 64, dtype=dtype), normal(1300, 64, seed=1, dtype=dtype), normal(ROWS, 4, seed=2)
@@ -149,7 +149,7 @@ def test_selection_in_chunks_and_among_later_keys(threads: int, dtype: torch.dty
 
 
 @dtypes
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(at=cuts)
 def test_compression_and_rotation_in_chunks(threads: int, dtype: torch.dtype, at: list[int]) -> None:
     values, gates = normal(ROWS, 2, 48, dtype=dtype), normal(ROWS, 2, 48, seed=1, dtype=dtype)
