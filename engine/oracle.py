@@ -74,7 +74,7 @@ def _plane(model: Model, layer: int, hidden: Tensor, plan: ReplayPlan, adopted: 
     rows = row.compressor_inputs(model, layer, hidden)[plan.write_floor - plan.start :]
     count = len(rows) // ratio
     numbers = torch.arange(before, before + count)
-    made = row.compress(model, layer, rows[: count * ratio].unflatten(0, (count, ratio)), numbers)
+    made = row.compress(model, layer, torch.unflatten(rows[: count * ratio], 0, (count, ratio)), numbers)
     latent = torch.cat([adopted.latent[:before], fake_quant(made.latent, c.latent_format)])
     return PlaneEntries(latent, torch.cat([adopted.index_k[:before], fake_quant(made.index_k, c.index_format)]))
 

@@ -115,9 +115,9 @@ def layer_inputs(model: Model, layer: int, hidden: Tensor, positions: Tensor) ->
             parts += [index.query.flatten(1), index.weight]
         return torch.cat([part.float() for part in parts], dim=-1)
 
-    query, latent, *index = row_tiled(project, hidden, positions).split(widths, dim=-1)
-    scored = IndexQuery(index[0].unflatten(-1, (c.index_heads, c.index_dim)), index[1]) if index else None
-    return LayerInputs(query.unflatten(-1, (c.heads, c.head_dim)), latent, scored)
+    query, latent, *index = torch.split(row_tiled(project, hidden, positions), widths, dim=-1)
+    scored = IndexQuery(torch.unflatten(index[0], -1, (c.index_heads, c.index_dim)), index[1]) if index else None
+    return LayerInputs(torch.unflatten(query, -1, (c.heads, c.head_dim)), latent, scored)
 
 
 def compressor_inputs(model: Model, layer: int, hidden: Tensor) -> Tensor:
@@ -131,7 +131,8 @@ def compress(model: Model, layer: int, rows: Tensor, entries: Tensor) -> PlaneEn
     def make(rows: Tensor, entries: Tensor) -> Tensor:
         return torch.cat([part.float() for part in model.compress(layer, rows, entries)], dim=-1)
 
-    latent, index = row_tiled(make, rows, entries).split([model.config.head_dim, model.config.index_dim], dim=-1)
+    widths = [model.config.head_dim, model.config.index_dim]
+    latent, index = torch.split(row_tiled(make, rows, entries), widths, dim=-1)
     return PlaneEntries(latent, index)
 
 

@@ -190,12 +190,14 @@ class _Step:
             if plane.ratio > 1:
                 recent[layer] = held[-(ROLLBACK_TOKENS + plane.ratio - 1) :].clone()
         if rows:
-            grouped = torch.cat(rows).unflatten(0, (-1, plane.ratio))
+            grouped = torch.unflatten(torch.cat(rows), 0, (-1, plane.ratio))
             plane.write(torch.cat(places), row.compress(self._model, layer, grouped, torch.cat(entries)))
 
     def _select(self, layer: int, query: IndexQuery, batch: RowBatch) -> _Selection:
         """Choose each row's entries of the plane that `layer` reads."""
-        plane = self._planes[self._model.config.table.source_of(layer)]
+        owner = self._model.config.plane_of(layer)
+        assert owner is not None, f"layer {layer} selects entries and reads no plane"
+        plane = self._planes[owner]
         chosen = []
         for run in batch.runs:
             if run.first == run.end:
@@ -206,7 +208,7 @@ class _Step:
             best = select_entries(query.query[run.at], keys, query.weight[run.at], visible, k=self._model.config.top_k)
             chosen.append(plane.places(table, best.clamp(min=0)).masked_fill_(best < 0, -1))
         places = torch.cat(chosen)
-        used, index = places.unique(return_inverse=True)
+        used, index = torch.unique(places, return_inverse=True)
         return _Selection(plane.latents(used.clamp(min=0)), index.masked_fill(places < 0, -1))
 
     def _attend(

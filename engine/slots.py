@@ -142,7 +142,7 @@ class _Records:
     def write(self, places: Tensor, values: Tensor) -> None:
         records = encode(values, self._fmt)
         at = self._split(places)
-        halves = records.split([self._fmt.data_bytes, self._fmt.scale_bytes], dim=-1)
+        halves = torch.split(records, [self._fmt.data_bytes, self._fmt.scale_bytes], dim=-1)
         for part, new in zip(self._parts, halves, strict=True):
             part[at] = new
 

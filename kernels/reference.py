@@ -59,7 +59,7 @@ def attend(
     flat = row_tiled(
         lambda rows, *index: _attend_tile(rows, sources, index, sink.to(torch.float32), scale),
         q.reshape(-1, h, dim),
-        *(index.reshape(b * s_q, -1) for index in indices),
+        *(index.reshape(b * s_q, index.shape[-1]) for index in indices),
         tile=_ATTENTION_TILE,
     )
     out, lse = flat[..., :dim], flat[..., dim]

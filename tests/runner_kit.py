@@ -13,7 +13,7 @@ from duokv.engine.runner import BoundaryState, Runner, Truncation, Work
 from duokv.engine.session import Session
 from duokv.engine.slots import BlockSlots
 from duokv.kvstore.geometry import BLOCK_TOKENS
-from duokv.replay import Mode, Reason, ReplayPlan, ReplayPolicy, plan_replay, usable, valid_from
+from duokv.replay import Mode, ReplayPlan, ReplayPolicy, plan_replay
 
 GENERATED = 9
 """Tokens after the prompt that tests append: a few decode steps and an odd end."""
@@ -31,8 +31,8 @@ def cold_plan(length: int, keep_rows: int = 140) -> ReplayPlan:
 class Outcome:
     """What a request leaves: logits of its prompt's last row and of every row after, blocks, states, final rings.
 
-    memory: uint8 [blocks, payload_bytes], the last perhaps partly written; `blocks` are the whole ones. states: by boundary. rings: encoder and decoder rows of the last window
-    that the plan lets be seen.
+    memory: uint8 [blocks, payload_bytes], the last perhaps partly written; `blocks` are the whole ones. states: by
+    boundary. rings: encoder and decoder rows of the last window, as far as they were computed or restored.
     """
 
     tokens: int
@@ -126,19 +126,19 @@ class Bench:
         session = request.session
         encoder = CONFIG.encoder_layers
         slots = session.ring.shape[1]
-        rings = []
-        for rows, floor in (
-            (session.ring[:encoder], session.held_from),
-            (session.ring[encoder:], session.plan.decoder_start),
-        ):
-            seen = torch.arange(max(session.computed - BLOCK_TOKENS, floor, 0), session.computed) % slots
-            rings.append(rows[:, seen])
+
+        def newest(rows: Tensor, floor: int) -> Tensor:
+            return rows[:, torch.arange(max(session.computed - BLOCK_TOKENS, floor), session.computed) % slots]
+
         return Outcome(
             tokens=session.computed,
             logits=torch.stack(request.logits),
             memory=self.slots.memory[session.slots],
             states=dict(request.states),
-            rings=(rings[0], rings[1]),
+            rings=(
+                newest(session.ring[:encoder], session.held_from),
+                newest(session.ring[encoder:], session.plan.decoder_start),
+            ),
             rows=self.rows,
             decoder_rows=self.decoder_rows,
         )

@@ -260,7 +260,9 @@ import numpy as np
 from store_kit import GEOMETRY, NS, config, payloads, prompt
 from duokv.kvstore import open_store
 
-store = open_store(sys.argv[1], geometry=GEOMETRY, config=config(segment_bytes=16 * GEOMETRY.slot_bytes))
+slot = GEOMETRY.slot_bytes
+settings = config(segment_bytes=32 * slot, preallocate_bytes=17 * slot)
+store = open_store(sys.argv[1], geometry=GEOMETRY, config=settings)
 for number in range(int(sys.argv[2]), 1_000_000):
     path = [number] * 10
     done = store.commit(NS, prompt(path), payloads(path))

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from duokv.connectors.fs_faulty import Corrupt, Delay, Fail, Stall
 from duokv.connectors.fs_memory import MemoryBackend
-from duokv.engine import Engine, EngineConfig, Handle, Output, Sampling
+from duokv.engine import Engine, EngineConfig, Handle, Output, Sampling, namespace_of
 from duokv.engine.runner import Runner, Truncation, Work
 from duokv.engine.session import Session
 from duokv.engine.slots import BlockSlots
+from duokv.engine.weights import ASSETS, weights_revision
 from duokv.kvstore import (
     CacheGeometry,
     Origin,
@@ -123,6 +124,18 @@ def test_every_way_of_a_real_hit_equals_the_cold_run() -> None:
     assert bounded.report.reason is Reason.SWA_MISS
     assert bounded.tokens == replayed_tokens(world, tokens, 384, 2)
     assert world.blocks() == stored
+    world.close()
+
+
+def test_the_shipped_model_goes_on_with_a_program_it_has_not_seen() -> None:
+    world = World(fake=False)
+    source = (ASSETS / "held_out.txt").read_bytes()[:300]
+    with Engine.open(EngineConfig(num_slots=8), store=world.store, clock=world.clock) as engine:
+        ns = namespace_of(CONFIG, weights_revision())
+        outputs = [next(engine.generate([list(source)], ns=ns, sampling=greedy(4))) for _ in range(2)]
+    assert outputs[0].tokens == outputs[1].tokens
+    assert bytes(outputs[0].tokens).isascii()
+    assert [output.report.reason for output in outputs] == [Reason.NO_HIT, Reason.SWA_HIT]
     world.close()
 
 
@@ -635,10 +648,14 @@ def test_an_unknown_traffic_class_raises_and_leaves_the_others(world: World) -> 
         engine.submit(text(1, 50), ns=NS, sampling=greedy(4))
         engine.submit(text(2, 50), ns=NS, sampling=greedy(4), traffic="agnet")
         done: list[Output] = []
+
+        def all_steps() -> None:
+            while engine.stats().running or engine.stats().waiting:
+                done.extend(engine.step())
+
         with pytest.raises(UsageError, match="agent"):
-            for _ in range(100):
-                done += engine.step()
-        done += finish(engine).values()
+            all_steps()
+        all_steps()
         assert [output.tokens for output in done] == [cold_output(text(1, 50)).tokens]
     world.close()
 

@@ -206,3 +206,11 @@ def test_rope_keeps_the_dtype_and_does_not_touch_plain_dimensions() -> None:
     assert torch.equal(turned[..., :8], x[..., :8])
     assert torch.equal(turned[0], x[0])
     assert not torch.equal(turned[1, :, 8:], x[1, :, 8:])
+
+
+def test_no_rows() -> None:
+    inputs = attention_inputs(7)
+    out, lse = attend(inputs | {name: inputs[name][:, :0] for name in ("q", "window_index", "entry_index")})
+    assert (out.shape, lse.shape) == ((2, 0, 3, 32), (2, 3, 0))
+    chosen = reference.select_entries(torch.zeros(0, 2, 16), torch.zeros(9, 16), torch.zeros(0, 2), torch.zeros(0), k=4)
+    assert chosen.shape == (0, 4)

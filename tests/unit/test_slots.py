@@ -83,7 +83,7 @@ def test_planes_lie_as_blocks_store_them(layer: int) -> None:
     table = [2, 0]
     latent = torch.randn(2 * count, CONFIG.head_dim)
     index_k = torch.randn(2 * count, CONFIG.index_dim)
-    for chosen in torch.randperm(2 * count).split(37):
+    for chosen in torch.split(torch.randperm(2 * count), 37):
         plane.write(plane.places(table, chosen), PlaneEntries(latent[chosen], index_k[chosen]))
     for slot, own in zip(table, (slice(count), slice(count, None)), strict=True):
         stored = slots.memory[slot].clone()
