@@ -107,7 +107,8 @@ class MemStore:
                 present += 1
         granted = self._make_room(len(wanted), use)
         for position in wanted[:granted]:
-            payload = bytes(memoryview(blocks[position - first_block]).cast("B"))
+            block = blocks[position - first_block]
+            payload = block.tobytes() if isinstance(block, np.ndarray) else bytes(block)
             new = MemBlock(payload, origin, position, use, {traffic or self.policy.default: use})
             replaced = self.blocks.get(keys[position])
             if replaced is not None:

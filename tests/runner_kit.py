@@ -15,7 +15,7 @@ from duokv.engine.slots import BlockSlots
 from duokv.kvstore.geometry import BLOCK_TOKENS
 from duokv.replay import Mode, ReplayPlan, ReplayPolicy, plan_replay
 
-GENERATED = 9
+GENERATED = 4
 """Tokens after the prompt that tests append: a few decode steps and an odd end."""
 
 

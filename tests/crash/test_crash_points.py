@@ -10,7 +10,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +81,11 @@ class Recorder:
         self.faulty.inject(Stall(kind=None, lasting=True, until=Before(self.keep)))
         begin = self.store._index.write
 
-        def write() -> AbstractContextManager[IndexTxn]:
+        @contextmanager
+        def write() -> Iterator[IndexTxn]:
             self.keep("index")
-            return begin()
+            with begin() as txn:
+                yield txn
 
         self.store._index.write = write  # type: ignore[method-assign]
 
@@ -102,7 +104,7 @@ class Recorder:
 
     def _reached(self) -> set[bytes]:
         """Keys that lookups find at this moment: stored, alive, and so are all before them."""
-        keys = set()
+        keys: set[bytes] = set()
         for path in PATHS:
             chain = chain_keys(NS, prompt(path))
             keys.update(chain[: self.store.blocks.find(chain.blob, len(chain), None, use=False).blocks])

@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import lmdb
@@ -191,17 +191,16 @@ def test_a_full_index_drops_commits_and_serves_hits(tmp_path: Path) -> None:
     die(world.store)
 
 
+def unreadable() -> AbstractContextManager[IndexTxn]:
+    raise lmdb.ReadersFullError("injected fault")
+
+
 def test_an_index_that_cannot_be_read_is_a_miss(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.commit(TRUNK)
     events = record(world.store)
 
-    @contextmanager
-    def read() -> Iterator[IndexTxn]:
-        raise lmdb.ReadersFullError("injected fault")
-        yield
-
     with monkeypatch.context() as patch:
-        patch.setattr(world.store._index, "read", read)
+        patch.setattr(world.store._index, "read", unreadable)
         hit = world.store.lookup(NS, prompt(TRUNK), "long")
         assert (hit.tokens, hit.miss_reason) == (0, "index")
         assert world.commit(OTHER).dropped == 5
@@ -215,13 +214,8 @@ def test_an_index_that_fails_under_a_load_is_a_miss(world: World, monkeypatch: p
     world.commit(TRUNK)
     hit = world.store.lookup(NS, prompt(TRUNK), "long")
 
-    @contextmanager
-    def read() -> Iterator[IndexTxn]:
-        raise lmdb.ReadersFullError("injected fault")
-        yield
-
     with monkeypatch.context() as patch:
-        patch.setattr(world.store._index, "read", read)
+        patch.setattr(world.store._index, "read", unreadable)
         assert world.store.load(hit, np.zeros((7, GEOMETRY.payload_bytes), np.uint8)) == 0
     assert world.read(TRUNK) == 7
 

@@ -23,7 +23,12 @@ def plan(swa_at: int | None = None, hit: int = 256) -> ReplayPlan:
 
 
 def begin(
-    of: ReplayPlan, window: bytes | memoryview | None = None, *, slots: int = 4, tokens: int = LENGTH, poison: bool = False
+    of: ReplayPlan,
+    window: bytes | memoryview | None = None,
+    *,
+    slots: int = 4,
+    tokens: int = LENGTH,
+    poison: bool = False,
 ) -> Session:
     view = None if window is None else memoryview(window)
     return Session.begin(CONFIG, of, TOKENS[:tokens], slots=list(range(slots)), window=view, poison=poison)
