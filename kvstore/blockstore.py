@@ -28,8 +28,9 @@ from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, Policy
 from duokv.kvstore.policybook import PolicyBook
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
+from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
-from duokv.kvstore.space import Allocation, Freed, Space
+from duokv.kvstore.space import Allocation, Space
 from duokv.kvstore.walk import (
     CommitWalk,
     Found,
@@ -206,7 +207,7 @@ class BlockStore:
             if carried and self._config.fsync != "none":
                 # What was replaced may have been promised to be durable; its space goes only once its successors are.
                 self.space.sync({piece.writer.number: piece.writer for piece, _ in pieces}.values())
-            self.space.release(freed)
+            self.space.reclaimer.release(freed)
             self.space.seal_full()
         except lmdb.Error as error:
             self._emit(Degraded("index", f"space of replaced blocks and full segments not settled: {error}"))
@@ -279,9 +280,9 @@ class BlockStore:
                 txn.put_life(extent.place, life)
             else:
                 txn.drop_extent(life, extent.place)
-            self.space.unlive(txn, segment, [(slot + low, gone)], freed)
+            self.space.reclaimer.unlive(txn, segment, [(slot + low, gone)], freed)
             self._emit(BlocksEvicted(gone, "replaced"))
-            self.space.reset_queue()
+            self.space.reclaimer.reset_queue()
         return carried
 
     def _publish(
@@ -349,7 +350,7 @@ class BlockStore:
             if not clock_jumped:
                 with self._index.read() as txn:
                     policy = self.policies.current(txn)
-                self.space.expire(policy)
+                self.space.reclaimer.expire(policy)
 
     def take_out(self, place: int, keep: int, reason: Reason) -> None:
         """Shorten an extent to `keep` blocks, because of what was found on the backend or what an operator asked."""
@@ -358,7 +359,7 @@ class BlockStore:
                 life = txn.life(place)
             if life is not None and life.n > keep:
                 cut = Cut(place, life.n, keep, reason)
-                self.space.apply(ReclaimPlan((cut,), cut.freed))
+                self.space.reclaimer.apply(ReclaimPlan((cut,), cut.freed))
 
     def quarantine(self, place: int, keep: int, key: bytes, reason: str) -> None:
         """Take a block that did not verify out of the index, and note it for `kvctl verify`."""

@@ -15,8 +15,9 @@ from duokv.kvstore.index import Index, SegmentInfo
 from duokv.kvstore.lives import LifeCache
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import plan_compaction
+from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec, Trailer
-from duokv.kvstore.space import Allocation, Freed, Space
+from duokv.kvstore.space import Allocation, Space
 
 _CHUNK = 32
 _READ_S = 60.0
@@ -55,7 +56,7 @@ class Compactor:
                 name = info.name(number)
                 if extent is None or extent.place != place or not self._move(name, extent, life.n, staging.rows):
                     return
-        self._space.drop_if_empty(number)
+        self._space.reclaimer.drop_if_empty(number)
         self._space.seal_full()
 
     def _move(self, name: str, extent: Extent, blocks: int, rows: Rows) -> bool:
@@ -106,7 +107,7 @@ class Compactor:
             if life is None:
                 return
             txn.drop_life(extent.place)
-            self._space.count_dead(txn, extent.segment, count)
+            self._space.reclaimer.count_dead(txn, extent.segment, count)
             if count:
                 prefixes = extent.prefixes[done * PREFIX_BYTES : (done + count) * PREFIX_BYTES]
                 moved = Extent(
@@ -127,7 +128,7 @@ class Compactor:
             note_damage(txn, Damage(key.hex(), extent.segment, extent.first_slot + block, reason, self._clock.wall()))
             if life is not None:
                 txn.drop_life(extent.place)
-                self._space.count_dead(txn, extent.segment, gone)
+                self._space.reclaimer.count_dead(txn, extent.segment, gone)
         self._emit(BlockQuarantined(key, name, extent.first_slot + block, reason))
         self._emit(BlocksEvicted(gone, "corrupt"))
 

@@ -189,7 +189,7 @@ def evict(view: StoreView, plan: ReclaimPlan, *, dry_run: bool = False) -> Evict
     space = view.blocks(view.writable).space
     for at in range(0, len(plan.cuts), _CUTS_PER_TXN):
         cuts = plan.cuts[at : at + _CUTS_PER_TXN]
-        space.apply(ReclaimPlan(cuts, sum(cut.freed for cut in cuts)))
+        space.reclaimer.apply(ReclaimPlan(cuts, sum(cut.freed for cut in cuts)))
     unsubscribe()
     # Engines may have been quicker with some of it.
     blocks = sum(event.blocks for event in events if isinstance(event, BlocksEvicted))

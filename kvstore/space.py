@@ -1,4 +1,4 @@
-"""Space on the backend: which segment takes the next blocks, how much is in use, and giving it back.
+"""Space on the backend: which segment takes the next blocks, and how much is in use.
 
 Everything here runs under the block store's write lock; the index is the truth for what is live and allocated, since
 other processes cut extents too.
@@ -7,29 +7,25 @@ other processes cut extents too.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import lmdb
 
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
-from duokv.kvstore.events import BlocksEvicted, Degraded, Event, SpaceFreed, StoreFailed
+from duokv.kvstore.events import BlocksEvicted, Degraded, Event, StoreFailed
 from duokv.kvstore.extent import Extent, Life
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
 from duokv.kvstore.lives import LifeCache
 from duokv.kvstore.policy import Policy
-from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
-from duokv.kvstore.segment import SegmentWriter, footer_reserve, parse_name
+from duokv.kvstore.reclaimer import Freed, Reclaimer
+from duokv.kvstore.segment import SegmentWriter, footer_reserve
 
 _LIVE_SHARE = 0.85
 """Part of the slots that may be live without punch: below it the emptiest segments have few survivors to copy."""
-
-_QUEUE_KEPT_S = 60.0
-"""How long a queue may miss extents that other processes stored; they expire them themselves meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +37,8 @@ class Allocation:
     count: int
 
 
-@dataclass(slots=True)
-class Freed:
-    """What a transaction leaves to be done on the backend: slot ranges to punch, by file name; segments without a live
-    block, whose files go; and segments of ours that another process has given up."""
-
-    ranges: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    files: dict[int, SegmentInfo] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
-
-
 class Space:
-    """Allocates slots and reclaims them. Not thread-safe; `state` guards the life cache it shares with lookups."""
+    """Allocates slots and seals what is full. Not thread-safe; `state` guards the life cache it shares with lookups."""
 
     def __init__(
         self,
@@ -82,12 +68,10 @@ class Space:
         """Segments without room left whose last slots may not be published yet."""
         self._unsealed: list[SegmentWriter] = []
         """Segments whose sealing failed."""
-        self._dead: dict[int, SegmentInfo] = {}
-        """Segments without a live block whose file could not be removed yet."""
-        self._queue: VictimQueue | None = None
-        self._queue_built = (0, 0.0)
-        """Extents that others had stored when the queue was built, and when that was (monotonic seconds)."""
-        self._published = 0
+        self.reclaimer = Reclaimer(
+            index=index, backend=backend, slot_bytes=self._slot, clock=clock, emit=emit, cache=cache, state=state,
+            lose=self.lose,
+        )  # fmt: skip
         self.segment_slots = max(1, config.effective_segment_bytes // self._slot)
         self._step = max(1, config.preallocate_bytes // self._slot)
 
@@ -100,7 +84,7 @@ class Space:
             return slots
         evict = self._to_evict(slots, class_id)
         if evict > 0:
-            self.reclaim(evict, policy, before_stamp=stamp)
+            self.reclaimer.reclaim(evict, policy, before_stamp=stamp)
         while slots and (short := self.short(slots, class_id)) > 0:
             slots = max(0, slots - short)
         return slots
@@ -213,9 +197,7 @@ class Space:
         def settle(committed: bool) -> None:
             if committed:
                 writer.publish(extent, stamp)
-                self._published += 1
-                if self._queue is not None:
-                    self._queue.add(extent.place, life)
+                self.reclaimer.note_stored(extent.place, life)
 
         txn.endings.append(settle)
         return True
@@ -268,7 +250,7 @@ class Space:
             info.allocated += length - writer.next_slot * self._slot - slack
             txn.put_segment(writer.number, info)
         if info.live == 0:
-            self._remove(writer.number, info)
+            self.reclaimer.remove(writer.number, info)
 
     def abandon(self, writer: SegmentWriter) -> None:
         """Give up a segment after a failed write: what was published stays, what was not is cut off."""
@@ -318,119 +300,10 @@ class Space:
         self._seal_again()
         while self._active:
             self._try_seal(self._active.popitem()[1])
-        self._remove_again()
-        return not self._unsealed and not self._dead
+        return self.reclaimer.remove_waiting() and not self._unsealed
 
     def _writers(self) -> list[SegmentWriter]:
         return [*self._active.values(), *self._full, *self._unsealed]
-
-    # -- reclaim -----------------------------------------------------------------------------------------------------
-
-    def reclaim(self, need: int, policy: Policy, *, before_stamp: int) -> int:
-        """Delete expired blocks, then the least recently used until `need` blocks are free; returns blocks freed."""
-        with self._state, self._index.write() as txn:
-            self._cache.flush(txn)
-            queue = self._victims(txn, policy)
-            now_s = self._clock.wall()
-            freed = Freed()
-            plan = queue.plan_expired(txn, now_s)
-            self._apply(txn, plan, freed)
-            gone = plan.freed
-            for _ in range(2):
-                if gone < need:
-                    plan = queue.plan_capacity(txn, need - gone, before_stamp=before_stamp, now_s=now_s)
-                    self._apply(txn, plan, freed)
-                    gone += plan.freed
-                if gone >= need or not self._others_stored(txn):
-                    break
-                self.reset_queue()
-                queue = self._victims(txn, policy)
-        self.release(freed)
-        return gone
-
-    def expire(self, policy: Policy) -> int:
-        """Delete expired blocks only; returns how many."""
-        self._remove_again()
-        return self.reclaim(0, policy, before_stamp=0)
-
-    def reset_queue(self) -> None:
-        """Forget what was known of deadlines and ages (the policy or the index changed underneath)."""
-        self._queue = None
-
-    def _victims(self, txn: IndexTxn, policy: Policy) -> VictimQueue:
-        now_s = self._clock.monotonic()
-        old = self._others_stored(txn) and now_s - self._queue_built[1] > _QUEUE_KEPT_S
-        if self._queue is None or self._queue.policy.version != policy.version or old:
-            self._queue = VictimQueue.built(txn.lives(), policy)
-            self._queue_built = (txn.stored() - self._published, now_s)
-        return self._queue
-
-    def _others_stored(self, txn: IndexTxn) -> bool:
-        """Whether other processes stored extents since the queue was built, which does not know them then."""
-        return txn.stored() - self._published != self._queue_built[0]
-
-    def apply(self, plan: ReclaimPlan) -> None:
-        """Carry out a plan made elsewhere (operators, quarantine)."""
-        freed = Freed()
-        with self._state, self._index.write() as txn:
-            self._cache.flush(txn)
-            self._apply(txn, plan, freed)
-        self.release(freed)
-
-    def _apply(self, txn: IndexTxn, plan: ReclaimPlan, freed: Freed) -> None:
-        by_reason: dict[Reason, int] = defaultdict(int)
-        for cut in plan.cuts:
-            done = self.cut(txn, cut, freed)
-            by_reason[cut.reason] += done
-        for reason, blocks in by_reason.items():
-            if blocks:
-                self._emit(BlocksEvicted(blocks, reason))
-
-    def cut(self, txn: IndexTxn, cut: Cut, freed: Freed) -> int:
-        """Shorten one extent in the index; what to do on the backend is added to `freed`. Returns blocks cut."""
-        life = txn.life(cut.place)
-        if life is None or life.n <= cut.keep:
-            return 0
-        gone = life.n - cut.keep
-        segment, slot = cut.place >> 32, cut.place & 0xFFFFFFFF
-        life.cut(cut.keep)
-        if cut.keep:
-            txn.put_life(cut.place, life)
-        else:
-            txn.drop_extent(life, cut.place)
-        self.unlive(txn, segment, [(slot + cut.keep, gone)], freed)
-        return gone
-
-    def count_dead(self, txn: IndexTxn, segment: int, count: int) -> None:
-        """Count slots of a segment that is about to go as dead."""
-        info = txn.segment(segment)
-        if info is not None:
-            info.live -= count
-            txn.put_segment(segment, info)
-
-    def drop_if_empty(self, segment: int) -> None:
-        """Remove a sealed segment nothing points into any more."""
-        with self._index.write() as txn:
-            info = txn.segment(segment)
-            if info is None or info.live > 0 or not info.sealed:
-                return
-        self._remove(segment, info)
-
-    def unlive(self, txn: IndexTxn, segment: int, ranges: Sequence[tuple[int, int]], freed: Freed) -> None:
-        """Count slots of a segment as dead and note what the backend can give back for them."""
-        info = txn.segment(segment)
-        if info is None:
-            return
-        count = sum(length for _, length in ranges)
-        info.live -= count
-        name = info.name(segment)
-        if info.live <= 0 and info.sealed:
-            info.allocated += sum(length for _, length in freed.ranges.pop(name, [])) * self._slot
-            freed.files[segment] = info
-        elif self._backend.can_punch:
-            info.allocated -= count * self._slot
-            freed.ranges[name].extend(ranges)
-        txn.put_segment(segment, info)
 
     def lose(self, number: int) -> None:
         """Forget a segment whose file is gone, with all its extents."""
@@ -449,7 +322,7 @@ class Space:
             self._let_go(writer)
             writer.abort()
         if info is not None:
-            self._remove(number, info)
+            self.reclaimer.remove(number, info)
         if blocks:
             self._emit(BlocksEvicted(blocks, "lost"))
 
@@ -457,66 +330,3 @@ class Space:
         self._active = {class_id: active for class_id, active in self._active.items() if active is not writer}
         self._full = [full for full in self._full if full is not writer]
         self._unsealed = [unsealed for unsealed in self._unsealed if unsealed is not writer]
-
-    def release(self, freed: Freed) -> None:
-        """Give space back on the backend; after the index has let go of it, never before."""
-        for name, ranges in freed.ranges.items():
-            length = sum(n for _, n in ranges) * self._slot
-            try:
-                given = self._backend.punch(name, [(slot * self._slot, n * self._slot) for slot, n in join(ranges)])
-                self._emit(SpaceFreed(name, given))
-                if not given:
-                    self._lose_if_gone(name)
-                if given < length:
-                    # Power loss had taken slots that were thought to be there, and their space with them.
-                    self._take_back(name, length - given, sealed_only=True)
-            except OSError as error:
-                self._emit(Degraded(name, f"punch failed, space stays in use until the file goes: {error}"))
-                self._take_back(name, length)
-        for number, info in freed.files.items():
-            self._remove(number, info)
-        for number in freed.lost:
-            self.lose(number)
-
-    def _lose_if_gone(self, name: str) -> None:
-        parsed = parse_name(name)
-        if parsed and not self._backend.list(name):
-            self.lose(parsed[1])
-
-    def _take_back(self, name: str, length: int, *, sealed_only: bool = False) -> None:
-        """Count space as allocated again that was not given back. What a file being written gave cannot be told."""
-        parsed = parse_name(name)
-        with self._index.write() as txn:
-            info = txn.segment(parsed[1]) if parsed else None
-            if parsed and info is not None and (info.sealed or not sealed_only):
-                info.allocated += length
-                txn.put_segment(parsed[1], info)
-
-    def _remove(self, number: int, info: SegmentInfo) -> None:
-        """Remove a file without a live block; it counts as used until it is gone."""
-        name = info.name(number)
-        try:
-            self._backend.remove(name)
-            with self._index.write() as txn:
-                txn.drop_segment(number)
-        except (OSError, lmdb.Error) as error:
-            self._dead[number] = info
-            self._emit(Degraded(name, f"file could not be removed, housekeeping tries again: {error}"))
-            return
-        self._emit(SpaceFreed(name, info.allocated))
-
-    def _remove_again(self) -> None:
-        waiting, self._dead = self._dead, {}
-        for number, info in waiting.items():
-            self._remove(number, info)
-
-
-def join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge (first, count) ranges that touch."""
-    merged: list[tuple[int, int]] = []
-    for first, count in sorted(ranges):
-        if merged and merged[-1][0] + merged[-1][1] == first:
-            merged[-1] = (merged[-1][0], merged[-1][1] + count)
-        else:
-            merged.append((first, count))
-    return merged
