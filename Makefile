@@ -44,7 +44,8 @@ test: $(STAMP) ## run the tests, without torture, bench and gpu
 torture: $(STAMP) ## run the long random tests (minutes)
 	@$(PYTEST) -m torture --hypothesis-profile torture
 
-bench: $(STAMP) ## print the table of cache hit rates
+bench: $(STAMP) ## time lookups, then the table of hit rates on all traces (minutes)
+	@$(BIN)/python -m duokv.bench.lookup
 	@$(BIN)/python -m duokv.bench.table
 
 lint: $(STAMP) ## check style and types

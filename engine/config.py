@@ -6,6 +6,7 @@ Sources: DeepSeek-V4.1 paper (arXiv 2609.19969) for the layer pattern, the laten
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -225,7 +226,7 @@ def _ffn_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-_PRESETS = {
+_PRESETS: Mapping[str, ModelConfig] = {
     # Bytes as tokens, 6.0 M parameters: trained by `tools/train_tiny.py`, shipped in `engine/assets`.
     "tiny": ModelConfig(
         name="tiny",

@@ -200,6 +200,8 @@ class Engine:
             return
         request.session = admission.session
         request.decoder_start = admission.plan.decoder_start
+        if not request.served:
+            request.hit_tokens = admission.hit_tokens
         self._scheduler.run(request)
 
     def _give_way(self, request: Request) -> None:
@@ -292,7 +294,9 @@ class Engine:
     def _end(self, request: Request, finish: Finish) -> None:
         del self._requests[request.handle]
         if request.session is not None:
-            self._write_back(request, kept_boundaries(len(request.tokens), self.policy))
+            # All its tokens, though the last one was not computed; fewer if its prompt was cut short.
+            total = min(len(request.tokens), request.session.computed + 1)
+            self._write_back(request, kept_boundaries(total, self.policy))
         # One that is being loaded is not touched: its load thread owns it until it is taken in.
         if request not in self._scheduler.loading:
             self._release(request)

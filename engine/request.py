@@ -61,7 +61,8 @@ class Request:
     tokens: prompt and output so far. decoder_start: fixed by its first plan.
     admission: the latest; a preempted request resumes with its plan and lease. session: while it holds slots.
     states: SWA states at boundaries it crossed that may be kept. stored_blocks: leading blocks write-back took over.
-    served: its prompt was computed and reported, its tokens come by as `partition` and `reason` say.
+    served: its prompt was computed and reported; `hit_tokens` were in the index, it was come by as `partition` and
+        `reason` say.
     crowded: slots ran out under its last admission. load_s: that one's seconds. rows: computed in the encoder.
     """
 
@@ -82,6 +83,7 @@ class Request:
     states: dict[int, BoundaryState] = field(default_factory=dict)
     stored_blocks: int = 0
     served: bool = False
+    hit_tokens: int = 0
     crowded: bool = False
     partition: TokenPartition | None = None
     reason: Reason | None = None
@@ -94,11 +96,6 @@ class Request:
     def output(self) -> tuple[int, ...]:
         """Tokens generated so far."""
         return tuple(self.tokens[self.prompt_tokens :])
-
-    @property
-    def hit_tokens(self) -> int:
-        """What the index held at its latest admission."""
-        return 0 if self.admission is None else self.admission.hit_tokens
 
     def end_lease(self) -> None:
         """Let go of the SWA state it restored, if any."""

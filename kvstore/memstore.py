@@ -107,8 +107,8 @@ class MemStore:
                 present += 1
         granted = self._make_room(len(wanted), use)
         for position in wanted[:granted]:
-            block = blocks[position - first_block]
-            payload = block.tobytes() if isinstance(block, np.ndarray) else bytes(block)
+            source = blocks[position - first_block]
+            payload = source.tobytes() if isinstance(source, np.ndarray) else bytes(source)
             new = MemBlock(payload, origin, position, use, {traffic or self.policy.default: use})
             replaced = self.blocks.get(keys[position])
             if replaced is not None:

@@ -427,50 +427,59 @@ def test_what_was_dropped_at_the_prompt_s_end_is_offered_again_at_the_output_s(w
 # A full memory
 
 
+def crowd(engine: Engine, younger: Sequence[int], sampling: Sampling) -> None:
+    """Let two requests run that grow until slots for both run out, and step until the younger has given way."""
+    engine.submit(text(2, 200), ns=NS, sampling=greedy(440), request_id="older")
+    engine.submit(younger, ns=NS, sampling=sampling, request_id="younger")
+    engine.step()
+    engine.check_integrity()
+    assert engine.stats().running == 2
+    while not engine.stats().preemptions:
+        engine.step()
+
+
 @pytest.mark.parametrize("mode", ["exact", "bounded"])
 @pytest.mark.parametrize("reason", [Reason.NO_HIT, Reason.SWA_HIT, Reason.SWA_MISS])
-def test_a_preempted_request_ends_as_if_it_had_not_been(world: World, mode: Mode, reason: Reason) -> None:
-    """Two requests grow until slots for both run out; the younger starts over from its own plan."""
-    younger, n = text(1, 500), 200
-    if reason is not Reason.NO_HIT:
-        world.ask(younger, mode, n=1)
-    twin = World()
-    if reason is not Reason.NO_HIT:
-        twin.ask(younger, mode, n=1)
-    if reason is Reason.SWA_MISS:
-        world.lose_windows(younger)
-        twin.lose_windows(younger)
-    sampling = Sampling(max_tokens=n, temperature=1.0, seed=5)
-    with twin.engine(mode) as engine:
-        (alone,) = serve(engine, younger, sampling=sampling)
-    with world.engine(mode, num_slots=9, chunk_tokens=60) as engine:
-        engine.submit(text(2, 200), ns=NS, sampling=greedy(n), request_id="older")
-        engine.submit(younger, ns=NS, sampling=sampling, request_id="younger")
+def test_a_preempted_request_ends_as_if_it_had_not_been(mode: Mode, reason: Reason) -> None:
+    """It starts over from its own plan, though the store holds more by then, and no state but the one it leased."""
+    younger = text(1, 600)
+    sampling = Sampling(max_tokens=100, temperature=1.0, seed=5)
+    alone, crowded = World(), World()
+    for world in (alone, crowded):
+        if reason is not Reason.NO_HIT:
+            world.ask(younger, mode, n=1)
+            world.evict(younger, keep=3)
+        if reason is Reason.SWA_MISS:
+            world.lose_windows(younger)
+    with alone.engine(mode) as engine:
+        (expected,) = serve(engine, younger, sampling=sampling)
+    with crowded.engine(mode, num_slots=9, chunk_tokens=60) as engine:
+        crowd(engine, younger, sampling)
+        assert engine.flush(60.0)
+        assert len(crowded.blocks()) >= 5
+        crowded.lose_windows(younger)
         done = finish(engine)
-        assert engine.stats().preemptions > 0
-    assert done["younger"].report.preemptions > 0
+    assert done["younger"].report.preemptions == 1
     assert done["older"].report.preemptions == 0
-    assert done["younger"].tokens == alone.tokens
-    assert done["younger"].report.partition == alone.report.partition
+    assert done["younger"].tokens == expected.tokens
+    assert done["younger"].report.partition == expected.report.partition
     assert done["younger"].report.reason is reason
-    assert done["older"].tokens == cold_output(text(2, 200), n).tokens
-    world.close()
-    twin.close()
+    assert done["younger"].report.hit_tokens == expected.report.hit_tokens
+    assert done["older"].tokens == cold_output(text(2, 200), 440).tokens
+    alone.close()
+    crowded.close()
 
 
 def test_a_preempted_request_whose_blocks_are_gone_plans_anew_from_its_decoder_start(world: World) -> None:
-    tokens, n = text(1, 500), 200
+    tokens = text(1, 600)
     world.ask(tokens, "exact", n=1)
     world.lose_windows(tokens)
-    expected = cold_output(tokens, n)
     with world.engine("exact", num_slots=9) as engine:
-        engine.submit(text(2, 200), ns=NS, sampling=greedy(n))
-        engine.submit(tokens, ns=NS, sampling=greedy(n), request_id="younger")
-        while not engine.stats().preemptions:
-            engine.step()
+        crowd(engine, tokens, greedy(100))
         world.evict(tokens, keep=2)
+        world.lose_windows(tokens)
         output = finish(engine)["younger"]
-    assert output.tokens == expected.tokens
+    assert output.tokens == cold_output(tokens, 100).tokens
     assert output.report.exact
     world.close()
 
@@ -538,9 +547,10 @@ def test_a_cancelled_prompt_leaves_the_blocks_it_computed(world: World) -> None:
             engine.step()
         engine.cancel(handle)
         engine.flush()
-        assert len(world.blocks()) == engine.stats().rows // 128
+        assert len(world.blocks()) == engine.stats().rows // 128 == 2
         (output,) = serve(engine, text(1, 600))
         assert output.tokens == cold_output(text(1, 600)).tokens
+        assert parts(output) == (256, 0, 0, 344)
     served = [event for event in world.events if isinstance(event, RequestServed)]
     assert len(served) == 1, "a prompt that was never computed was not served"
     world.close()

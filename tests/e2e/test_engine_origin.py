@@ -165,3 +165,19 @@ def test_an_approximate_state_taints_even_when_the_blocks_under_it_are_exact_by_
     talk.turns({0: "exact"}, 1)
     assert talk.reasons == {Reason.SWA_MISS}, "nor does it ever serve an exact turn"
     world.close()
+
+
+def test_approximate_blocks_taint_even_under_an_exact_state() -> None:
+    """The tail of an exact run's blocks was evicted and replayed anew, its exact state at the end is still there."""
+    world = World()
+    talk = Talk(world)
+    talk.turns({1: "exact"}, 1)
+    world.evict(talk.texts[1], keep=2)
+    talk.turns({1: "bounded"}, 1)
+    assert talk.reasons == {Reason.NO_HIT, Reason.SWA_MISS}
+    assert [origin for origin, _ in world.blocks().values()].count(Origin.APPROX) == 2
+    talk.turns({1: "bounded"}, 200)
+    assert talk.reasons == {Reason.NO_HIT, Reason.SWA_MISS, Reason.SWA_HIT}
+    assert [origin for origin, _ in world.blocks().values()].count(Origin.APPROX) == 4
+    check_labels(world, talk.texts[1:])
+    world.close()
