@@ -35,7 +35,8 @@ class BlockSlots:
         self._references = [0] * num_slots
         # Taken from the end: the slot freed last, whose memory is warm, is used first.
         self._free = list(range(num_slots - 1, -1, -1))
-        self._padding = slice(max(plane.offset + plane.nbytes for plane in cache.planes), None)
+        used = max((plane.offset + plane.nbytes for plane in cache.planes), default=cache.payload_bytes)
+        self._padding = slice(used, None)
         self._poison = poison
         if poison:
             self.memory.fill_(_POISON)

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life
 from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.policy import BORN_CLASS
 
 
 def place_extent(txn: IndexTxn, extent: Extent, life: Life) -> None:
-    """Enter an extent. Of two that begin with one block the exact one keeps it, else the longer one; what the other
-    has beyond its end stays."""
+    """Enter an extent. Of two that begin with one block the better one keeps it; what the other has beyond it stays."""
     other = txn.extent(life.first)
     held = None if other is None else txn.life(other.place)
     if other is not None and held is not None:
-        if (extent.origin, -life.n) < (other.origin, -held.n):
-            txn.drop_extent(held, other.place)
-            txn.put_extent(extent)
-            txn.put_life(extent.place, life)
-            _place_rest(txn, other, held, life.n)
-        else:
+        if not _is_better(extent, life, other, held):
             _place_rest(txn, extent, life, held.n)
-        return
+            return
+        txn.drop_extent(held, other.place)
     txn.put_extent(extent)
     txn.put_life(extent.place, life)
+    if other is not None and held is not None:
+        _place_rest(txn, other, held, life.n)
 
 
 def part_overlaps(txn: IndexTxn) -> None:
-    """Cut extents that begin inside others, or those others, until each block is held once; exact ones first."""
+    """Cut extents that begin inside others, or those others, until each block is held once, by the better one."""
     for number, _ in txn.segments():
         for place, _ in list(txn.lives(number)):
             life = txn.life(place)
@@ -44,13 +42,22 @@ def _part(txn: IndexTxn, extent: Extent, life: Life) -> None:
         held = None if other is None else txn.life(other.place)
         if other is None or held is None:
             continue
-        if other.origin < extent.origin:
+        if _is_better(other, held, extent, life):
             _place_rest(txn, extent, life, block + held.n)
             life.cut(block)
             txn.put_life(extent.place, life)
             return
         txn.drop_extent(held, other.place)
         _place_rest(txn, other, held, life.n - block)
+
+
+def _is_better(extent: Extent, life: Life, other: Extent, held: Life) -> bool:
+    """Exact before approximate, then the younger: a block is stored again only when the one before it was dropped."""
+    return (extent.origin, -_born(life), -life.n) < (other.origin, -_born(held), -held.n)
+
+
+def _born(life: Life) -> int:
+    return max((stamp for _, stamp in life.steps.get(BORN_CLASS, [])), default=0)
 
 
 def _place_rest(txn: IndexTxn, extent: Extent, life: Life, start: int) -> None:

@@ -142,6 +142,7 @@ class Recovery:
             return
         try:
             writer = self._backend.resume(name)
+            writer.sync()
             seal_file(writer, entries, info.used, self._geometry, sync=writer.sync)
         except OSError as error:
             self._emit(Degraded(name, f"left unsealed: {error}"))

@@ -170,6 +170,9 @@ class SegmentWriter:
     def seal(self, *, durable: bool) -> int:
         """Write the footer and close the file, if that was not done yet; returns the file's length."""
         if self._sealed is None:
+            if durable:
+                # A footer that is there says that the slots before it are.
+                self.sync()
             sync = self._sync if durable else None
             self._sealed = seal_file(self._writer, self._entries, self.next_slot, self._geometry, sync=sync)
             self.unsynced = False

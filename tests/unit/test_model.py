@@ -145,25 +145,20 @@ def test_batched_pass_without_planes_sees_windows_only() -> None:
 
 def test_hand_written_gradients_match_differences() -> None:
     model, tokens = random_model(), random_tokens(192).unsqueeze(0)
-    direction = {name: torch.randn_like(weight) for name, weight in model.weights.items()}
     weights = {name: weight.clone().requires_grad_() for name, weight in model.weights.items()}
 
     def loss(weights: dict[str, Tensor]) -> Tensor:
-        probe = replace(SMALL, top_k=192)
-        hidden = batch_forward(Model(probe, weights, model.rope), tokens, Pass(quantise=False)).hidden
-        return hidden[:, 0].square().mean()
+        # With every entry selected and nothing rounded there is nothing to jump.
+        probe = Model(replace(SMALL, top_k=192), weights, model.rope)
+        return batch_forward(probe, tokens, Pass(quantise=False)).hidden[:, 0].square().mean()
 
-    names = [
-        f"layers.{n}" for n in ("0.kv", "1.plane.gate", "1.engram.key", "2.q_up", "3.plane.kv", "4.sink", "5.q_norm")
-    ]
-    grads = torch.autograd.grad(loss(weights), [weights[n] for n in names])
+    names = [f"layers.{n}" for n in ("1.plane.gate", "1.engram.key", "2.q_up", "3.plane.kv", "4.sink", "5.kv_norm")]
+    grads = torch.autograd.grad(loss(weights), [weights[name] for name in names])
     for name, grad in zip(names, grads, strict=True):
-        step = 1e-2 / direction[name].norm()
+        step = 0.01 * grad / grad.norm()
         with torch.no_grad():
-            ahead = loss(weights | {name: weights[name] + step * direction[name]})
-            behind = loss(weights | {name: weights[name] - step * direction[name]})
-        slope = ((ahead - behind) / (2 * step)).item()
-        assert (grad * direction[name]).sum().item() == pytest.approx(slope, rel=0.05, abs=2e-3), name
+            ahead, behind = (loss(weights | {name: weights[name] + sign * step}) for sign in (1, -1))
+        assert ((ahead - behind) / 0.02).item() == pytest.approx(grad.norm().item(), rel=0.03), name
 
 
 def test_indexer_learns_from_its_own_loss_alone() -> None:
