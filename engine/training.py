@@ -30,11 +30,14 @@ class Pass:
 
     quantise: window and entries are rounded to their records, gradients passing straight through.
     planes: False leaves the windows alone, as if no compressed KV had ever been kept.
+    select: False lets rows attend to every visible entry: until attention has learnt what to look for, an indexer that
+        has not cannot show it.
     learn_rows: positions at which the indexers' loss is taken and experts' load is counted; None: nowhere.
     """
 
     quantise: bool = True
     planes: bool = True
+    select: bool = True
     learn_rows: slice | None = None
 
 
@@ -47,7 +50,10 @@ class BatchOutput(NamedTuple):
 
 
 class _Selection(NamedTuple):
-    """What a source selected: entries [B * T, k, head_dim], additive mask [B * T, 1, k]; and what it asked with."""
+    """Entries for layers to attend to, an additive mask, and the query they were selected with.
+
+    Each row's own, [B * T, k, head_dim] and [B * T, 1, k]; or each text's, [B, E, head_dim] and [T, 1, E].
+    """
 
     entries: Tensor
     mask: Tensor
@@ -71,7 +77,7 @@ def batch_forward(model: Model, tokens: Tensor, how: Pass) -> BatchOutput:
             plane = _plane(model, layer, hidden, batch, how)
         rows = model.qkv_rows(layer, hidden, positions)
         if plane is not None and layer in c.index_sources:
-            selection = _select(c, model.index_q(layer, rows, positions), plane)
+            selection = _select(c, model.index_q(layer, rows, positions), plane, how)
         latent = fake_quant(rows.latent, c.window_format) if how.quantise else rows.latent
         if plane is not None and selection is not None and how.learn_rows is not None:
             index_loss = index_loss + _index_loss(c, rows, plane, selection.query, how.learn_rows)
@@ -109,11 +115,14 @@ def _scores(query: IndexQuery, index: Tensor) -> Tensor:
     return (scores * query.weight.unsqueeze(-1).to(scores.dtype)).sum(2, dtype=torch.float32)
 
 
-def _select(c: ModelConfig, query: IndexQuery, plane: PlaneEntries) -> _Selection:
+def _select(c: ModelConfig, query: IndexQuery, plane: PlaneEntries, how: Pass) -> _Selection:
     batch, count, dim = plane.latent.shape
     query = IndexQuery(torch.unflatten(query.query, 0, (batch, -1)), torch.unflatten(query.weight, 0, (batch, -1)))
     length = query.query.shape[1]
     ratio = length // count
+    if not how.select:
+        mask = torch.where(_visible(torch.arange(length), count, ratio), 0.0, _MASKED)
+        return _Selection(plane.latent, mask.to(plane.latent.dtype).unsqueeze(1), query)
     indices = torch.zeros(batch, length, c.top_k, dtype=torch.int64)
     mask = torch.full((batch, length, c.top_k), _MASKED, dtype=plane.latent.dtype)
     with torch.no_grad():
@@ -173,8 +182,9 @@ class _JointSoftmax(torch.autograd.Function):
     Written out because autograd would keep the logits several times over. No maximum is subtracted: queries and latents
     are normed, so exponents stay far from overflow.
 
-    query [n, H, D]; keys [n / chunk, window + chunk, D]; entries [n, k, D]; band [chunks of a text, chunk, 1, window +
-    chunk] and mask [n, 1, k] are added to logits; sink [H]. Returns fp32 [n, H, D].
+    query [n, H, D]; keys [n / chunk, window + chunk, D]; entries [n / rows that share them, k, D]; band [chunks of a
+    text, chunk, 1, window + chunk] and mask [n or fewer rows, 1, k] are added to logits, repeating; sink [H]. Returns
+    fp32 [n, H, D].
     """
 
     @staticmethod
@@ -185,10 +195,13 @@ class _JointSoftmax(torch.autograd.Function):
         near = torch.bmm(query.view(keys.shape[0], -1, dim), keys.transpose(1, 2))
         near.view(-1, *band.shape[:2], heads, band.shape[3]).add_(band)
         near.exp_()
-        far = torch.bmm(query, entries.transpose(1, 2)).add_(mask).exp_()
-        total = near.sum(-1, dtype=torch.float32).view(n, heads) + far.sum(-1, dtype=torch.float32) + sink.exp()
+        far = torch.bmm(query.view(entries.shape[0], -1, dim), entries.transpose(1, 2))
+        far.view(-1, mask.shape[0], heads, mask.shape[2]).add_(mask)
+        far.exp_()
+        total = near.sum(-1, dtype=torch.float32).view(n, heads) + sink.exp()
+        total += far.sum(-1, dtype=torch.float32).view(n, heads)
         out = torch.bmm(near, keys).view(n, heads, dim).float()
-        out += torch.bmm(far, entries)
+        out += torch.bmm(far, entries).view(n, heads, dim)
         out /= total.unsqueeze(-1)
         ctx.save_for_backward(query, keys, entries, near, far, total, out, sink)
         return out
@@ -200,12 +213,14 @@ class _JointSoftmax(torch.autograd.Function):
         shift = (grad * out).sum(-1) / total
         scaled = (grad / total.unsqueeze(-1)).to(query.dtype)
         low = shift.to(query.dtype)
-        bands = (keys.shape[0], -1, query.shape[2])
+        bands, groups = (keys.shape[0], -1, query.shape[2]), (entries.shape[0], -1, query.shape[2])
         near_diff = torch.bmm(scaled.view(bands), keys.transpose(1, 2))
         near_diff.sub_(low.view(keys.shape[0], -1, 1)).mul_(near)
-        far_diff = torch.bmm(scaled, entries.transpose(1, 2))
-        far_diff.sub_(low.unsqueeze(-1)).mul_(far)
-        grad_query = torch.bmm(near_diff, keys).view_as(query) + torch.bmm(far_diff, entries)
+        far_diff = torch.bmm(scaled.view(groups), entries.transpose(1, 2))
+        far_diff.sub_(low.view(entries.shape[0], -1, 1)).mul_(far)
+        grad_query = torch.bmm(near_diff, keys).view_as(query) + torch.bmm(far_diff, entries).view_as(query)
         grad_keys = torch.bmm(near_diff.mT, query.view(bands)) + torch.bmm(near.mT, scaled.view(bands))
-        grad_entries = torch.bmm(torch.cat([far_diff, far], 1).mT, torch.cat([query, scaled], 1))
+        grad_entries = torch.bmm(
+            torch.cat([far_diff, far], 1).mT, torch.cat([query.view(groups), scaled.view(groups)], 1)
+        )
         return grad_query, grad_keys, grad_entries, None, None, -(shift * sink.exp()).sum(0)

@@ -131,4 +131,3 @@ class Compactor:
                 self._space.reclaimer.count_dead(txn, extent.segment, gone)
         self._emit(BlockQuarantined(key, name, extent.first_slot + block, reason))
         self._emit(BlocksEvicted(gone, "corrupt"))
-

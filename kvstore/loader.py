@@ -100,9 +100,7 @@ class BlockLoader:
         if len(known) < len(reads):
             yield base - wanted.first + reads[len(known)].block, "ENOENT"
 
-    def _settle(
-        self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str
-    ) -> tuple[tuple[Span, ...], str]:
+    def _settle(self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str) -> tuple[tuple[Span, ...], str]:
         """Decide what a failed row means: new places if the block moved, else none, and why it is a miss."""
         span = next(span for span in spans if span.block <= block < span.block + span.count)
         place, offset = place_of(span.segment, span.slot), block - span.block

@@ -43,4 +43,5 @@ def orthogonal(stack: Tensor) -> Tensor:
     for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x.transpose(1, 2) if tall else x).float()
+    scaled: Tensor = x.transpose(1, 2) if tall else x
+    return scaled.float()

@@ -46,20 +46,22 @@ _CHECKPOINT_STEPS = 50
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`steps` on `rows` texts of `length` tokens per worker; `planes` and `quantise` as in `training.Pass`."""
+    """`steps` on `rows` texts of `length` tokens per worker; `planes`, `select`, `quantise` as in `training.Pass`."""
 
     steps: int
     rows: int
     length: int
-    planes: bool
-    quantise: bool
+    planes: bool = True
+    select: bool = True
+    quantise: bool = False
 
 
 STAGES = (
     # What is near is most of what there is to learn, and cheaper to learn without the planes.
-    Stage(steps=300, rows=4, length=512, planes=False, quantise=False),
-    Stage(steps=250, rows=2, length=1024, planes=True, quantise=False),
-    Stage(steps=120, rows=1, length=CONTEXT, planes=True, quantise=True),
+    Stage(steps=300, rows=4, length=512, planes=False),
+    Stage(steps=150, rows=2, length=1024),
+    Stage(steps=250, rows=2, length=1024, select=False),
+    Stage(steps=120, rows=1, length=CONTEXT, quantise=True),
 )
 _WARMUP_STEPS = 20
 _DECAY_STEPS = 300
@@ -126,7 +128,12 @@ class Trainer:
         """Take one step at `rate` times the full learning rates; return bits per byte and the indexers' loss."""
         rng = np.random.default_rng((SEED, self.done))
         start = int(rng.integers(128, stage.length - _LEARN_ROWS)) // 2 * 2
-        how = Pass(quantise=stage.quantise, planes=stage.planes, learn_rows=slice(start, start + _LEARN_ROWS))
+        how = Pass(
+            quantise=stage.quantise,
+            planes=stage.planes,
+            select=stage.select,
+            learn_rows=slice(start, start + _LEARN_ROWS),
+        )
         crops = [random_crops(self._tokens, rng, rows=stage.rows, length=stage.length) for _ in range(WORKERS)]
         shares = list(pool.map(lambda texts: self._gradients(torch.from_numpy(texts), how), crops))
         with torch.no_grad():

@@ -20,6 +20,7 @@ from duokv.engine.runner import Work
 from duokv.engine.session import Session
 from duokv.engine.slots import BlockSlots, PlaneSlots
 from duokv.kernels.formats import decode
+from duokv.kvstore.errors import UsageError
 from duokv.replay import Reason, ReplayPlan, ReplayPolicy, plan_replay, swa_candidates, usable, valid_from
 
 LONGEST = 700
@@ -263,3 +264,34 @@ def test_rejected_drafts_leave_no_trace(length: int, draft: int) -> None:
     assert torch.equal(torch.stack([one for one in logits if one is not None]), right.logits)
     assert torch.equal(bench.slots.memory[table][: right.tokens // 128], right.blocks)
     assert states == {end: state for end, state in right.states.items() if end > length}
+
+
+@pytest.mark.parametrize(
+    ("end", "logits", "message"),
+    [
+        (0, False, "step to row 0: the session is at 0 of 300 tokens"),
+        (301, False, "of 300 tokens"),
+        (257, False, "with 2 slots"),
+        (160, True, "logits of row 159: decoder layers start at 160"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(end: int, logits: bool, message: str) -> None:
+    bench = Bench(num_slots=2)
+    session = Session.begin(CONFIG, cold_plan(300), list(WORDS[:300]), slots=bench.slots.allocate(2), poison=True)
+    other = Session.begin(CONFIG, cold_plan(300), list(WORDS[:300]), slots=session.slots, poison=True)
+    with pytest.raises(UsageError, match=message):
+        bench.runner.step([Work(other, 5), Work(session, end, logits)])
+    with pytest.raises(UsageError, match="a session is in it twice"):
+        bench.runner.step([Work(other, 5), Work(other, 6)])
+    assert session.computed == other.computed == 0
+    assert bool((session.ring == 0xFF).all())
+
+
+def test_an_empty_step_is_no_step() -> None:
+    done = Bench().runner.step([])
+    assert (done.logits, done.states, done.rows, done.decoder_rows) == ([], [], 0, 0)
+
+
+def test_an_unknown_truncation_is_refused() -> None:
+    with pytest.raises(UsageError, match="'compct' is unknown.*compact"):
+        Bench(truncation="compct")  # type: ignore[arg-type]

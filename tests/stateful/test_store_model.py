@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store_kit import (
@@ -224,5 +225,15 @@ class WithoutPunch(StoreMachine):
     can_punch = False
 
 
+class ForLong(StoreMachine):
+    """The same, under the torture profile's settings."""
+
+
+class WithoutPunchForLong(WithoutPunch):
+    """The same, under the torture profile's settings."""
+
+
 TestStore = StoreMachine.TestCase
 TestWithoutPunch = WithoutPunch.TestCase
+TestForLong = pytest.mark.torture(ForLong.TestCase)
+TestWithoutPunchForLong = pytest.mark.torture(WithoutPunchForLong.TestCase)

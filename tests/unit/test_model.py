@@ -49,7 +49,8 @@ def random_model(config: ModelConfig = SMALL, positions: int = 2048) -> Model:
 
 
 def random_tokens(count: int) -> Tensor:
-    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(2))
+    tokens: Tensor = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(2))
+    return tokens
 
 
 def test_flash_stores_what_the_published_geometry_says() -> None:
@@ -122,12 +123,14 @@ def test_decoder_truncation_changes_nothing_that_is_stored() -> None:
     assert not torch.equal(whole.logits[160:], cut.logits)
 
 
+@pytest.mark.parametrize("select", [True, False])
 @pytest.mark.parametrize("quantise", [True, False])
-def test_batched_pass_computes_what_the_plain_one_does(quantise: bool) -> None:
+def test_batched_pass_computes_what_the_plain_one_does(quantise: bool, select: bool) -> None:
     # So many entries that every visible one is chosen: a near tie must not decide the comparison.
     model, tokens = random_model(replace(SMALL, top_k=256)), random_tokens(256)
     plain = forward(model, tokens).logits
-    hidden = batch_forward(model, torch.stack([random_tokens(256).flip(0), tokens]), Pass(quantise=quantise)).hidden
+    texts = torch.stack([random_tokens(256).flip(0), tokens])
+    hidden = batch_forward(model, texts, Pass(quantise=quantise, select=select)).hidden
     difference = (model.logits(hidden[256:]) - plain).abs()
     assert difference.mean() < (0.002 if quantise else 0.5)
     assert quantise or difference.mean() > 0.002
@@ -143,14 +146,15 @@ def test_batched_pass_without_planes_sees_windows_only() -> None:
     assert not torch.equal(first[10:beyond], second[10:beyond])
 
 
-def test_hand_written_gradients_match_differences() -> None:
+@pytest.mark.parametrize("select", [True, False])
+def test_hand_written_gradients_match_differences(select: bool) -> None:
     model, tokens = random_model(), random_tokens(192).unsqueeze(0)
     weights = {name: weight.clone().requires_grad_() for name, weight in model.weights.items()}
 
     def loss(weights: dict[str, Tensor]) -> Tensor:
         # With every entry selected and nothing rounded there is nothing to jump.
         probe = Model(replace(SMALL, top_k=192), weights, model.rope)
-        return batch_forward(probe, tokens, Pass(quantise=False)).hidden[:, 0].square().mean()
+        return batch_forward(probe, tokens, Pass(quantise=False, select=select)).hidden[:, 0].square().mean()
 
     names = [f"layers.{n}" for n in ("1.plane.gate", "1.engram.key", "2.q_up", "3.plane.kv", "4.sink", "5.kv_norm")]
     grads = torch.autograd.grad(loss(weights), [weights[name] for name in names])

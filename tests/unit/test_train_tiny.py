@@ -23,7 +23,7 @@ SMALL = replace(
     ModelConfig.preset("tiny"), hidden=64, heads=2, q_rank=64, top_k=16, engram_rows=64, engram_dim=8, ffn_hidden=64,
     shared_hidden=64, expert_hidden=64,
 )  # fmt: skip
-STAGE = Stage(steps=8, rows=1, length=192, planes=True, quantise=True)
+STAGE = Stage(steps=6, rows=1, length=192, quantise=True)
 
 
 @pytest.fixture
@@ -92,14 +92,14 @@ def test_training_learns_and_resumes_as_if_never_stopped(tmp_path: Path) -> None
     whole, first = Trainer(SMALL, tokens), Trainer(SMALL, tokens)
     with ThreadPoolExecutor(2) as pool:
         losses = [whole.step(STAGE, 1.0, pool)[0] for _ in range(STAGE.steps)]
-        for _ in range(5):
+        for _ in range(4):
             first.step(STAGE, 1.0, pool)
         first.save(tmp_path)
         second = Trainer(SMALL, tokens)
         second.resume(tmp_path)
-        for _ in range(STAGE.steps - 5):
+        for _ in range(STAGE.steps - 4):
             second.step(STAGE, 1.0, pool)
-    assert losses[-1] < losses[0] - 2
+    assert losses[-1] < losses[0] - 1
     assert all(torch.equal(weight, second.weights[name]) for name, weight in whole.weights.items())
 
 
