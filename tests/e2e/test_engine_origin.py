@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from duokv.connectors.fs_faulty import Corrupt, Fail
 from duokv.engine import Output
 from duokv.kvstore import Origin, chain_keys
-from duokv.replay import Mode, Reason
+from duokv.replay import Mode, Reason, TokenPartition
 
 What = Literal["bounded", "exact", "mixed", "lose windows", "restart", "evict", "damage", "unreadable"]
 Happening = tuple[What, int, int]
@@ -180,4 +180,18 @@ def test_approximate_blocks_taint_even_under_an_exact_state() -> None:
     assert talk.reasons == {Reason.NO_HIT, Reason.SWA_MISS, Reason.SWA_HIT}
     assert [origin for origin, _ in world.blocks().values()].count(Origin.APPROX) == 4
     check_labels(world, talk.texts[1:])
+    world.close()
+
+
+def test_an_exact_replay_keeps_no_state_of_its_own_first_rows() -> None:
+    """They saw clipped windows; each encoder layer takes the first exact row one window further."""
+    world = World()
+    tokens = text(3, 601)
+    world.ask(tokens, "exact", n=1)
+    world.lose_windows(tokens)
+    output = world.ask(tokens, "exact", n=1)
+    assert output.report.partition == TokenPartition(0, 77, 435, 89)
+    keys = chain_keys(NS, tokens)
+    assert [world.store.windows.contains(key) for key in keys] == [False, False, False, True]
+    assert check_labels(world, [tokens]) == 4
     world.close()

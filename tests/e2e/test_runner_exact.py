@@ -180,9 +180,9 @@ def test_any_hit_equals_the_cold_run(data: st.DataObject, length: int, keep_rows
 
 @pytest.mark.torture
 @pytest.mark.parametrize("keep_rows", KEEPS)
-def test_every_hit_of_every_length_equals_the_cold_run(keep_rows: int) -> None:
+def test_every_hit_of_many_lengths_equals_the_cold_run(keep_rows: int) -> None:
     rules = policy("exact", keep_rows)
-    for length in range(257, LONGEST):
+    for length in range(257, LONGEST, 7):
         check_hits(length, exact_plans(length, rules), rules, (97,))
 
 
@@ -293,5 +293,5 @@ def test_an_empty_step_is_no_step() -> None:
 
 
 def test_an_unknown_truncation_is_refused() -> None:
-    with pytest.raises(UsageError, match="'compct' is unknown.*compact"):
+    with pytest.raises(UsageError, match=r"'compct' is unknown.*compact"):
         Bench(truncation="compct")  # type: ignore[arg-type]
