@@ -1,8 +1,9 @@
 """What the engine's tests share: a store to break, a clock to set, a runner that is quick, and what is right.
 
 `FakeRunner` has a real runner's dependencies and none of its cost: each encoder layer's row is a digest of the rows its
-window sees in the ring, the last layer's of the block slots before it as well, a token's logits are a digest of the
-last layer's rows that a decoder window sees. A wrong byte anywhere becomes another token; so does a missing one.
+window sees in the ring, the last one's of the block slots before it as well; two decoder layers digest what their
+windows see of the rows below, and a token is drawn from the last. A wrong byte anywhere becomes another token, and so
+does a missing one.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ def _digest(*parts: bytes) -> bytes:
 
 @dataclass
 class _Rows:
-    """What a fake session has beside its ring: last-layer rows for the decoder, and the digests of the blocks read."""
+    """What a fake session has beside its ring: rows the decoder layers read, and digests of the blocks read so far."""
 
     session: Session
     outputs: dict[int, bytes] = field(default_factory=dict)
+    decoded: dict[int, bytes] = field(default_factory=dict)
     chains: list[bytes] = field(default_factory=lambda: [b""])
 
 
@@ -117,12 +119,16 @@ class FakeRunner:
             ring[layer, at, :_DIGEST] = np.frombuffer(row, np.uint8)
         if pos >= session.plan.decoder_start:
             own.outputs[pos] = row
+            own.decoded[pos] = _digest(*(own.outputs[at] for at in self._decoder_window(session, pos)))
         if pos >= session.plan.write_floor:
             slot = self._memory[session.slots[pos // 128]]
             if pos % 128 == 0:
                 slot[:] = 0
             place = pos % 128 * _ROW
             slot[place : place + _DIGEST] = np.frombuffer(row, np.uint8)
+
+    def _decoder_window(self, session: Session, pos: int) -> range:
+        return range(max(session.plan.decoder_start, pos - 127), pos + 1)
 
     def _blocks(self, own: _Rows, count: int) -> bytes:
         while len(own.chains) <= count:
@@ -136,10 +142,10 @@ class FakeRunner:
         return BoundaryState(end, state.reshape(-1))
 
     def _logits(self, own: _Rows, pos: int) -> Tensor:
-        seen = range(max(own.session.plan.decoder_start, pos - 127), pos + 1)
+        seen = self._decoder_window(own.session, pos)
         slot = self._memory[own.session.slots[pos // 128]]
         entries = slot[: (pos % 128 + 1) * _ROW].tobytes()
-        seed = _digest(*(own.outputs[at] for at in seen), self._blocks(own, pos // 128), entries)
+        seed = _digest(*(own.decoded[at] for at in seen), self._blocks(own, pos // 128), entries)
         rng = np.random.default_rng(int.from_bytes(seed, "little"))
         return torch.from_numpy(rng.standard_normal(CONFIG.vocab_size).astype(np.float32))
 

@@ -506,6 +506,43 @@ def test_requests_share_the_slots_of_a_common_prefix(world: World) -> None:
     world.close()
 
 
+def test_a_shared_prefix_too_short_to_adopt_is_given_back(world: World) -> None:
+    shared = text(0, 128)
+    with world.engine() as engine:
+        engine.submit([*shared, *text(1, 300)], ns=NS, sampling=greedy(40))
+        while not engine.stats().rows > 428:
+            engine.step()
+        assert engine.flush(60.0)
+        prompt = [*shared, *text(2, 60)]
+        handle = engine.submit(prompt, ns=NS, sampling=greedy(4))
+        output = finish(engine)[handle.request_id]
+        assert output.report.reason is Reason.SHORT_HIT
+        assert output.tokens == cold_output(prompt).tokens
+    world.close()
+
+
+def test_slots_that_are_gone_when_the_blocks_have_come_send_a_request_back_to_wait(world: World) -> None:
+    """A decodes into them while B is loaded; B comes in when A has ended."""
+    tokens = text(1, 600)
+    world.ask(tokens, "exact", n=1)
+    released = threading.Event()
+    world.backend.inject(Stall(kind="read", until=released))
+    with world.engine("exact", num_slots=7) as engine:
+        engine.submit(text(2, 100), ns=NS, sampling=greedy(250), request_id="A")
+        while not engine.stats().running:
+            engine.step()
+        engine.submit(tokens, ns=NS, sampling=greedy(4), request_id="B")
+        while engine.stats().free_slots > 4:
+            engine.step()
+        assert engine.stats().waiting == 1
+        released.set()
+        done = finish(engine)
+        assert engine.stats().preemptions == 0
+    assert done["B"].tokens == cold_output(tokens).tokens
+    assert done["B"].report.reason is Reason.SWA_HIT
+    world.close()
+
+
 def test_more_requests_than_slots_are_served_in_turn(world: World) -> None:
     prompts = [text(seed, 100 + 40 * seed) for seed in range(8)]
     with world.engine(num_slots=4, max_batch=3) as engine:

@@ -599,7 +599,11 @@ def test_an_interrupt_is_one_line(store: Path, tmp_path: Path) -> None:
     os.mkfifo(fifo)
     process = spawn("prefix", fifo, "--store", store, *NAMED)
     with fifo.open("w"):  # opens once kvctl reads, and then it waits for us
-        process.send_signal(signal.SIGINT)
+        for _ in range(6):  # an interrupt that falls into a finaliser is lost, as any is in Python
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+                break
         result = finish(process)
     assert (result.code, result.out, result.err) == (130, "", "kvctl: interrupted; run it again\n")
 
