@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from duokv.bench.cache_hit import SimOptions, SimReport, Simulation, parse_keep
-from duokv.bench.workload import read_trace, trace_class
+from duokv.bench.generator import generate
+from duokv.bench.workload import TraceRequest, read_trace, trace_class
 from duokv.kvstore.errors import UsageError, nearest
 from duokv.kvstore.policy import ClassRule, Policy
 from duokv.kvstore.units import format_bytes, format_duration, parse_bytes, parse_count, parse_duration
 from duokv.tools.commands_common import JsonOption, choice, facts, progress, show
 
+_GENERATED_DAYS = 14.0
+_GENERATED_A_DAY = 500.0
 _KEEP = "prompt-and-output-end+hit-boundary"
 _PAYLOADS: tuple[Literal["none", "real"], ...] = ("none", "real")
 
 
 def simulate(  # noqa: PLR0913, PLR0917  one argument an option
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Requests as JSON lines, gzip if named .gz.")],
+    trace: Annotated[
+        Path | None,
+        typer.Argument(metavar="TRACE", help="Requests as JSON lines, gzip if named .gz; two generated weeks without."),
+    ] = None,
     traffic: Annotated[
         str | None, typer.Option("--class", metavar="NAME", help="Class of all requests; default by the trace's name.")
     ] = None,
@@ -43,10 +50,11 @@ def simulate(  # noqa: PLR0913, PLR0917  one argument an option
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Run a trace through the store and the planner: hit rates, replays, bytes and evictions."""
+    named = "agent" if trace is None else trace_class(trace)
     place, boundary = parse_keep(swa_keep)
     policy = _policy(ttl or [])
     options = SimOptions(
-        traffic=_class(traffic or trace_class(trace), policy),
+        traffic=_class(traffic or named, policy),
         policy=policy,
         geometry=geometry,
         capacity_blocks=None if capacity_blocks == "unbounded" else parse_count(capacity_blocks),
@@ -59,14 +67,24 @@ def simulate(  # noqa: PLR0913, PLR0917  one argument an option
         payload=choice("--payload", payload, _PAYLOADS),
     )
     simulation = Simulation(options)
-    requests = list(read_trace(trace, limit=None if limit == "unbounded" else parse_count(limit)))
-    with progress(trace.name) as advance:
+    most = None if limit == "unbounded" else parse_count(limit)
+    name, requests = _requests(trace, options.traffic, most)
+    with progress(name) as advance:
         for done, _ in enumerate(simulation.run(requests), 1):
             advance(done, len(requests))
     report = simulation.report
-    settings = {"trace": trace.name, "class": options.traffic, "geometry": geometry, "swa_keep": swa_keep}
+    settings = {"trace": name, "class": options.traffic, "geometry": geometry, "swa_keep": swa_keep}
     if not show(settings | report.as_json(), as_json=as_json):
         _print(options, report)
+
+
+def _requests(trace: Path | None, traffic: str, limit: int | None) -> tuple[str, list[TraceRequest]]:
+    """A trace's name and requests; without one, generated traffic of the kind nearest to the class."""
+    if trace is not None:
+        return trace.name, list(read_trace(trace, limit=limit))
+    kind = "agent" if traffic == "agent" else "rag" if traffic == "rag" else "chat"
+    generated = generate(kind, seed=0, days=_GENERATED_DAYS, requests_per_day=_GENERATED_A_DAY)
+    return f"generated {kind} traffic", list(islice(generated, limit))
 
 
 def _policy(ttls: list[str]) -> Policy:

@@ -687,3 +687,12 @@ def test_changing_a_store_in_use(run: Run, store: Path) -> None:
         assert (evicted.code, evicted.err) == (0, "")
         assert lookup() == 128
     assert run("verify", store).code == 0
+
+
+def test_simulate_without_a_trace_generates_traffic(run: Callable[..., Result]) -> None:
+    result = run("simulate", "--class", "chat", "--limit", "40", "--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert report["trace"] == "generated chat traffic"
+    assert report["requests"] == 40
+    assert sum(report["tokens"].values()) == report["input_tokens"] > 0
