@@ -204,7 +204,7 @@ class BlockStore:
             carried = self._replace(txn, walk, pieces, freed)
             stored = sum([self._publish(txn, walk, piece, class_id, stamp, carried, freed) for piece in pieces])
         try:
-            if carried and self._config.fsync != "none":
+            if carried:
                 # What was replaced may have been promised to be durable; its space goes only once its successors are.
                 self.space.sync({piece.writer.number: piece.writer for piece, _ in pieces}.values())
             self.space.reclaimer.release(freed)

@@ -68,6 +68,10 @@ class Space:
         """Segments without room left whose last slots may not be published yet."""
         self._unsealed: list[SegmentWriter] = []
         """Segments whose sealing failed."""
+        self._unsynced: dict[int, tuple[str, int]] = {}
+        """Segments sealed without a sync, as `fsync="none"` has it: name and length."""
+        self.given_up = 0
+        """Segments that could not be made durable so far."""
         self.reclaimer = Reclaimer(
             index=index, backend=backend, slot_bytes=self._slot, clock=clock, emit=emit, cache=cache, state=state,
             lose=self.lose,
@@ -236,7 +240,7 @@ class Space:
             self._emit(Degraded(writer.name, f"could not be sealed, a later flush tries again: {error}"))
             self._unsealed.append(writer)
             if writer.doubtful:
-                self.lose(writer.number)
+                self._give_up(writer.number)
 
     def _seal(self, writer: SegmentWriter) -> None:
         """Finish a segment: footer, durable unless fsync is off, then marked in the index."""
@@ -249,6 +253,8 @@ class Space:
             info.sealed = True
             info.allocated += length - writer.next_slot * self._slot - slack
             txn.put_segment(writer.number, info)
+        if self._config.fsync == "none":
+            self._unsynced[writer.number] = (writer.name, length)
         if info.live == 0:
             self.reclaimer.remove(writer.number, info)
 
@@ -271,7 +277,7 @@ class Space:
 
         OSError if that fails; the segment is then given up, as nothing later could tell what of it is durable.
         """
-        failed = self.sync(self._writers())
+        failed = self.sync(self._writers()) or self._sync_sealed()
         self._seal_again()
         self._index.sync()
         if failed is not None:
@@ -286,8 +292,29 @@ class Space:
             except OSError as error:
                 failed = error
                 self._emit(StoreFailed(writer.name, f"given up, its blocks cannot be made durable: {error}"))
-                self.lose(writer.number)
+                self._give_up(writer.number)
         return failed
+
+    def _sync_sealed(self) -> OSError | None:
+        """Make durable what was sealed without."""
+        failed: OSError | None = None
+        for number, (name, length) in self._unsynced.items():
+            try:
+                writer = self._backend.resume(name)
+                writer.sync()
+                writer.seal(length)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failed = error
+                self._give_up(number)
+        self._unsynced.clear()
+        return failed
+
+    def _give_up(self, number: int) -> None:
+        """Forget a segment that could not be made durable: nothing later could tell what of it is."""
+        self.given_up += 1
+        self.lose(number)
 
     def _seal_again(self) -> None:
         waiting, self._unsealed = self._unsealed, []
@@ -300,7 +327,7 @@ class Space:
         self._seal_again()
         while self._active:
             self._try_seal(self._active.popitem()[1])
-        return self.reclaimer.remove_waiting() and not self._unsealed
+        return self.reclaimer.remove_waiting() and not self._unsealed and not self._unsynced
 
     def _writers(self) -> list[SegmentWriter]:
         return [*self._active.values(), *self._full, *self._unsealed]

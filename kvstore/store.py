@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import threading
 from collections import OrderedDict
@@ -251,8 +252,14 @@ class KVStore:
             row[:payload_bytes] = sources[block - first_block]
 
         payload = Payload(fill, functools.partial(_identity, root, blob, ids))
+        given_up = self.blocks.space.given_up
         done = self.blocks.commit(blob, total, traffic, first=first_block, payload=payload, origin=origin)
-        return Commit(done.new, done.present, done.dropped, self.flush)
+        return Commit(done.new, done.present, done.dropped, functools.partial(self._wait_durable, given_up))
+
+    def _wait_durable(self, given_up: int) -> None:
+        self.flush()
+        if self.blocks.space.given_up != given_up:
+            raise OSError(errno.EIO, "a segment could not be made durable since this commit; its blocks may be gone")
 
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> int:
         """Hold a chain's stored leading blocks for `ttl_s` seconds against expiry and eviction; returns how many."""

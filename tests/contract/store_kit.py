@@ -172,7 +172,7 @@ def files_of(backend: Backend) -> dict[str, int]:
     return {file.name: file.allocated for file in backend.list("seg/")}
 
 
-def check_space(store: KVStore, backend: Backend, *peers: KVStore) -> None:
+def check_space(store: KVStore, backend: Backend, *peers: KVStore) -> Census:
     """What stores say they take is what their files take; unsealed ones may keep room for a footer."""
     found = census(store)
     files = files_of(backend)
@@ -181,8 +181,10 @@ def check_space(store: KVStore, backend: Backend, *peers: KVStore) -> None:
     pending = {writer.number: writer.unpublished for writer in writers}
     for number, info in found.segments.items():
         said = info.allocated + pending.get(number, 0)
+        assert info.live or not info.sealed, "a sealed segment without a live block is gone"
         spare = 0 if info.sealed else footer_reserve(store.blocks.space.segment_slots)
         assert files[info.name(number)] == said - spare, f"{info.name(number)}: {info}"
+    return found
 
 
 def prefixes_of(path: Sequence[int]) -> list[bytes]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -28,7 +30,7 @@ from store_kit import (
     record,
 )
 
-from duokv.connectors.fs_faulty import Corrupt, Fail, FaultyBackend
+from duokv.connectors.fs_faulty import Corrupt, Fail, FaultyBackend, Kind
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.errors import UsageError
 from duokv.kvstore.events import Degraded
@@ -218,6 +220,55 @@ def test_an_index_that_fails_under_a_load_is_a_miss(world: World, monkeypatch: p
         patch.setattr(world.store._index, "read", unreadable)
         assert world.store.load(hit, np.zeros((7, GEOMETRY.payload_bytes), np.uint8)) == 0
     assert world.read(TRUNK) == 7
+
+
+# Durability
+
+
+@pytest.mark.parametrize("fsync", ["none", "segment", "always"])
+def test_a_promise_is_not_given_for_what_was_given_up_meanwhile(tmp_path: Path, fsync: str) -> None:
+    """A sync that failed is not made good by a later one that succeeds: the kernel may have dropped the pages."""
+    world = World(tmp_path, fsync=fsync)
+    commits = [world.commit((0,)), world.commit((1,))]
+    for path in ((2,) * 4, (3,) * 4):
+        world.faulty.inject(Fail(kind="sync"))
+        commits.append(world.commit(path))
+    for commit in commits:
+        with suppress(OSError):
+            commit.wait_durable()
+            world.faulty.heal()
+            left = open_test_store(world.disk.crash_clone(0.0, random.Random(0)), tmp_path / "left", world.hands)
+            assert set(census(world.store).blocks) <= set(census(left).blocks)
+            die(left)
+            shutil.rmtree(tmp_path / "left")
+            assert fsync == "always", "one of the syncs failed, so nobody was told that all is durable"
+    world.faulty.heal()
+    world.commit(TRUNK).wait_durable()
+    assert world.read(TRUNK) == 7
+    world.check()
+    die(world.store)
+
+
+# Space
+
+
+@pytest.mark.parametrize("kind", ["create", "reserve", "write"])
+def test_commits_that_fail_leave_no_slots_behind(tmp_path: Path, kind: Kind) -> None:
+    """What they took in segments before the one that failed is free again."""
+    world = World(tmp_path)
+    world.commit((0,))
+    for _ in range(5):
+        world.faulty.inject(Fail(kind=kind, nth=2, errno=errno.ENOSPC))
+        assert world.commit(TRUNK).new == 0
+        world.faulty.heal()
+    assert world.commit(TRUNK).new == 6
+    world.store.close()
+    used = sum(file.size for file in world.disk.list("seg/") if file.size) // SLOT
+    world.store = world.open()
+    footers = len(census(world.store).segments)
+    assert used == 7 + footers
+    world.check()
+    die(world.store)
 
 
 # Uses and clocks
