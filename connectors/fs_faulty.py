@@ -142,8 +142,11 @@ class FaultyBackend:
             self._armed += [_Armed(fault) for fault in faults]
 
     def heal(self) -> None:
-        """Take all faults away."""
+        """Take all faults away; what stalls goes on."""
         with self._mutex:
+            for armed in self._armed:
+                if isinstance(armed.fault, Stall):
+                    armed.fault.until.set()
             self._armed.clear()
 
     def log_text(self) -> str:

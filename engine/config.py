@@ -17,7 +17,9 @@ from duokv.kvstore.geometry import BLOCK_TOKENS, ROLLBACK_TOKENS, WINDOW_TOKENS,
 LOOK_BACK = 3
 """Token ids before its own that an n-gram row reads, wherever a computation restarts."""
 NGRAM_ORDERS = (2, 3, 4)
-"""Tokens of the hashed n-grams; the longest looks `LOOK_BACK` tokens back."""
+"""Tokens of the hashed n-grams, each order with a table of its own; the longest looks `LOOK_BACK` tokens back."""
+NGRAM_LOOKUPS = 5
+"""N-grams of a row: those of all orders that end with its token, then those of 2 and 3 that end with the one before."""
 BOS = 256
 """Token id that starts a text. Ids below are bytes; ids from 257 are reserved."""
 
@@ -204,7 +206,7 @@ def _index_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 def _engram_shapes(c: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     if layer not in c.engram_layers:
         return {}
-    width = len(NGRAM_ORDERS) * c.engram_dim
+    width = NGRAM_LOOKUPS * c.engram_dim
     return {
         "engram.table": (len(NGRAM_ORDERS) * c.engram_rows, c.engram_dim),
         "engram.norm": (c.hidden,),

@@ -182,8 +182,20 @@ class Model:
 
     def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return RMSNorm over the last dimension, computed in fp32, in the weights' dtype."""
-        normed: Tensor = _RmsNorm.apply(x, self.config.norm_eps, self.weights["norm"].dtype)  # type: ignore[no-untyped-call]
+        eps, dtype = self.config.norm_eps, self.weights["norm"].dtype
+        normed: Tensor
+        if torch.is_grad_enabled():
+            normed = _RmsNorm.apply(x, eps, dtype)  # type: ignore[no-untyped-call]
+        else:
+            normed, _ = _rms_norm(x, eps, dtype)
         return normed if weight is None else normed * weight
+
+
+def _rms_norm(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x over its root mean square, and the inverse of that."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
+    return (x * inverse).to(dtype), inverse
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -191,9 +203,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: SavedTensors, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
-        out = (x * inverse).to(dtype)
+        out, inverse = _rms_norm(x, eps, dtype)
         ctx.save_for_backward(out, inverse)
         return out
 
@@ -206,17 +216,20 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def ngram_hashes(tokens: Tensor, rows: int) -> Tensor:
-    """Return the table rows [n, orders] of the n-grams that end at each row of token ids [n, LOOK_BACK + 1].
+    """Return table rows [n, NGRAM_LOOKUPS] of the n-grams of rows of token ids [n, LOOK_BACK + 1]; -1 is an id too.
 
-    A multiply-xor hash, modulo `rows` and offset by order; an id of -1 hashes as a token of its own.
+    A multiply-xor hash, modulo `rows` and offset by order. An n-gram has the same row where it ends with a row's own
+    token and where it ends with the one before: what followed it earlier can then be found by what precedes it.
     """
-    factors = torch.tensor(_HASH_FACTORS, dtype=torch.int64, device=tokens.device)
-    mixed = (tokens.to(torch.int64) + 1) * factors
-    total = mixed[:, LOOK_BACK]
+    ids = tokens.to(torch.int64) + 1
     hashes = []
-    for i, order in enumerate(NGRAM_ORDERS):
-        total = total ^ (mixed[:, LOOK_BACK + 1 - order] << (order - 1))
-        hashes.append((total ^ (total >> 15)) % rows + i * rows)
+    for end in (LOOK_BACK, LOOK_BACK - 1):
+        mixed = torch.zeros_like(ids[:, 0])
+        for distance in range(end + 1):
+            mixed = mixed ^ (ids[:, end - distance] * _HASH_FACTORS[distance])
+            if distance + 1 in NGRAM_ORDERS:
+                table = NGRAM_ORDERS.index(distance + 1) * rows
+                hashes.append((mixed ^ (mixed >> 15)) % rows + table)
     return torch.stack(hashes, dim=1)
 
 

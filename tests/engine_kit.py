@@ -236,6 +236,10 @@ class World:
         try:
             yield engine
             engine.check_integrity()
+        except BaseException:
+            # What still stalls would keep the engine from closing, and the failure from being seen.
+            self.backend.heal()
+            raise
         finally:
             engine.close()
 

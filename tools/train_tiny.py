@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from duokv.engine.config import BOS, ModelConfig, parameter_shapes
+from duokv.engine.config import BOS, NGRAM_ORDERS, ModelConfig, parameter_shapes
 from duokv.engine.model import Model
 from duokv.engine.training import Pass, batch_forward
 from duokv.engine.weights import ASSETS, TINY_WEIGHTS, load_model, save_weights, weights_revision
@@ -41,27 +41,26 @@ MANIFEST = ASSETS / "tiny.json"
 _HELD_OUT_WINDOWS = 48
 _LEARN_ROWS = 32
 _MUON_RATE = 0.02
+_COPY_HEADS = ((1.0, 0.3), (0.3, 1.0), (1.0, 1.0), (1.0, 1.0))
+"""What heads that start by copying look for: weights of the n-grams of 2 and of 3 tokens."""
 _CHECKPOINT_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`steps` on `rows` texts of `length` tokens per worker; `planes`, `select`, `quantise` as in `training.Pass`."""
+    """`steps` on `rows` texts of `length` tokens per worker; `select` and `quantise` as in `training.Pass`."""
 
     steps: int
     rows: int
     length: int
-    planes: bool = True
     select: bool = True
     quantise: bool = False
 
 
 STAGES = (
-    # What is near is most of what there is to learn, and cheaper to learn without the planes.
-    Stage(steps=300, rows=4, length=512, planes=False),
-    Stage(steps=150, rows=2, length=1024),
-    Stage(steps=250, rows=2, length=1024, select=False),
-    Stage(steps=120, rows=1, length=CONTEXT, quantise=True),
+    Stage(steps=400, rows=4, length=512, select=False),
+    Stage(steps=450, rows=2, length=1024, select=False),
+    Stage(steps=320, rows=1, length=CONTEXT, quantise=True),
 )
 _WARMUP_STEPS = 20
 _DECAY_STEPS = 300
@@ -93,18 +92,68 @@ class _Gradients(NamedTuple):
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Return fp32 weights to start from: what adds to the residual stream is zero, so that it starts as the tokens."""
+    """Return fp32 weights to start from.
+
+    What adds to the residual stream is zero, so that it starts as the tokens, but for what makes the first decoder
+    layer copy from afar: see `_start_copying`.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in parameter_shapes(config).items():
         if name.endswith("norm"):
             weights[name] = torch.ones(shape)
-        elif name.endswith(("sink", "bias", ".out", ".down", "head", "engram.value")):
+        elif name.endswith(("sink", "bias", ".out", ".down", "head")):
             weights[name] = torch.zeros(shape)
         else:
-            scale = {"embed": 1.0, "table": 0.5, "weight": 0.02}.get(name.split(".")[-1], shape[-1] ** -0.5)
-            weights[name] = torch.randn(shape, generator=generator) * scale
+            scale = {"embed": 1.0, "table": 0.5, "weight": 0.02, "value": 0.04}.get(name.split(".")[-1])
+            weights[name] = torch.randn(shape, generator=generator) * (scale or shape[-1] ** -0.5)
+    _start_copying(config, weights, generator)
     return weights
+
+
+def _start_copying(config: ModelConfig, weights: dict[str, Tensor], generator: torch.Generator) -> None:
+    """Make heads of the first decoder layer induction heads (Olsson et al. 2022, arXiv 2209.11895).
+
+    They look for rows whose token followed the n-gram that ends at their own, and predict that token. Far more text
+    than half an hour allows is needed for this to form by itself, and without it the planes go unused.
+    The residual stream keeps apart: n-grams here, n-grams one token before, what is copied, and the tokens.
+    """
+    layer, dim = config.encoder_layers, config.head_dim
+    wide = min((dim - config.rope_dim) // 2, config.engram_dim, config.hidden // 10)
+    heads = _COPY_HEADS[: config.heads // 2]
+    here, before, copied = slice(0, 2 * wide), slice(2 * wide, 4 * wide), slice(4 * wide, 5 * wide)
+    tokens = slice(5 * wide, config.hidden)
+    weights["embed"][:, : tokens.start] = 0
+    value = weights[f"layers.{config.engram_layers[0]}.engram.value"]
+    value[: tokens.start] = 0
+    width = config.engram_dim
+    for place, shifted in ((0, len(NGRAM_ORDERS)), (1, len(NGRAM_ORDERS) + 1)):
+        code = _orthogonal(wide, width, generator) * 4
+        at = slice(place * wide, (place + 1) * wide)
+        value[here][at, place * width : (place + 1) * width] = code
+        value[before][at, shifted * width : (shifted + 1) * width] = code
+    sought = _orthogonal(wide, 2 * wide, generator)
+    token_code = _orthogonal(wide, config.hidden - tokens.start, generator)
+    latent = weights[f"layers.{layer}.plane.kv"]
+    latent[: 2 * wide] = 0
+    latent[:wide, before] = 1.5 * sought
+    latent[wide : 2 * wide, tokens] = 0.8 * token_code
+    latent[2 * wide :] *= 0.3
+    down, up = weights[f"layers.{layer}.q_down"], weights[f"layers.{layer}.q_up"]
+    down[here] = 0
+    down[here, here] = torch.eye(2 * wide)
+    for head, emphasis in enumerate(heads):
+        asked = sought * torch.tensor(emphasis).repeat_interleave(wide)
+        up[head * dim : (head + 1) * dim] *= 0.1
+        up[head * dim : head * dim + wide, here] += asked
+        seen = slice(head * dim + wide, head * dim + 2 * wide)
+        weights[f"layers.{layer}.out"][copied, seen] = torch.eye(wide) / len(heads)
+    weights["head"][:, copied] = 0.2 * weights["embed"][:, tokens] @ token_code.T
+
+
+def _orthogonal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    square: Tensor = torch.linalg.qr(torch.randn(columns, columns, generator=generator)).Q
+    return square[:rows]
 
 
 class Trainer:
@@ -130,7 +179,6 @@ class Trainer:
         start = int(rng.integers(128, stage.length - _LEARN_ROWS)) // 2 * 2
         how = Pass(
             quantise=stage.quantise,
-            planes=stage.planes,
             select=stage.select,
             learn_rows=slice(start, start + _LEARN_ROWS),
         )

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from duokv.connectors.fs_faulty import Corrupt, Delay, Fail, Stall
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.engine import Engine, EngineConfig, Handle, Output, Sampling, namespace_of
+from duokv.engine.admission import Adoption
+from duokv.engine.live import LiveBlocks
 from duokv.engine.runner import Runner, Truncation, Work
 from duokv.engine.session import Session
 from duokv.engine.slots import BlockSlots
@@ -253,6 +255,18 @@ def test_a_state_lives_180_s_after_its_last_use_on_the_store_s_clock(world: Worl
     for seconds, reason in ((180, Reason.SWA_HIT), (180, Reason.SWA_HIT), (181, Reason.SWA_MISS)):
         world.now += seconds
         assert world.ask(tokens, n=1).report.reason is reason
+    world.close()
+
+
+def test_a_replay_keeps_the_state_at_the_end_of_its_hit(world: World) -> None:
+    """So that the next prompt that leaves the text there restores it."""
+    tokens = text(1, 900)
+    world.ask(tokens, n=1)
+    world.evict(tokens, keep=2)
+    world.lose_windows(tokens)
+    assert parts(world.ask(tokens, n=1)) == (0, 128, 128, 644)
+    assert [world.store.windows.contains(key) for key in chain_keys(NS, tokens)] == [0, 1, 0, 0, 1, 1, 1]
+    assert world.ask([*tokens[:256], *text(2, 300)], n=1).report.reason is Reason.SWA_HIT
     world.close()
 
 
@@ -503,6 +517,27 @@ def test_requests_share_the_slots_of_a_common_prefix(world: World) -> None:
         assert sum(operation.kind == "read" for operation in world.backend.log) == loads
     expected = [cold_output([*shared, *text(seed, 50)], 20).tokens for seed in range(3)]
     assert sorted(output.tokens for output in outputs.values()) == sorted(expected)
+    world.close()
+
+
+def test_blocks_that_another_request_loaded_meanwhile_are_shared(world: World) -> None:
+    tokens = text(1, 600)
+    world.ask(tokens, n=1)
+    live = LiveBlocks(BlockSlots(CONFIG.cache, 16, poison=True))
+    hit = world.store.lookup(NS, tokens)
+    with Adoption(world.store, live, hit) as late:
+        assert late.load(512, 60.0) == 512
+        with Adoption(world.store, live, hit) as early:
+            assert early.load(256, 60.0) == 256
+            first = early.place(256, 300)
+        second = late.place(512, 600)
+    assert second.slots[:2] == first.slots[:2]
+    assert live.free == 16 - 3 - 3
+    stored = world.blocks()
+    for slot, key in zip(second.slots, hit.keys, strict=False):
+        assert live.slots.memory[slot].numpy().tobytes() == stored[key][1]
+    live.release([*first.slots, *second.slots])
+    live.check_integrity([])
     world.close()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runner_kit import GENERATED, Bench, Outcome, cold_plan, policy, run_alone
 from torch import Tensor
 
-from duokv.engine.forward import ColdRun, forward
+from duokv.engine.forward import ForwardPass, forward
 from duokv.engine.model import PlaneEntries
 from duokv.engine.oracle import replayed
 from duokv.engine.runner import Work
@@ -64,7 +64,7 @@ def entries(memory: Tensor, layer: int, count: int) -> PlaneEntries:
     return PlaneEntries(plane.latents(plane.places(table, torch.arange(count))), plane.index_keys(table)[:count])
 
 
-def same_as_pass(found: Outcome, right: ColdRun, plan: ReplayPlan, prompt: int, blocks_from: int = 0) -> None:
+def same_as_pass(found: Outcome, right: ForwardPass, plan: ReplayPlan, prompt: int, blocks_from: int = 0) -> None:
     """Compare with a pass that computed rows from the plan's start on."""
     assert torch.equal(found.logits, right.logits[prompt - 1 - plan.decoder_start :])
     for layer, plane in right.planes.items():

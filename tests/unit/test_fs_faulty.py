@@ -107,6 +107,17 @@ def test_a_lasting_fault_fails_from_then_on_until_healed() -> None:
     assert read(backend, "a")[0] == 16
 
 
+def test_what_stalls_goes_on_when_healed() -> None:
+    backend = filled(Stall(kind="read", until=threading.Event()))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(read, backend, "a")
+        while not backend.fired:
+            pass
+        assert not waiting.done()
+        backend.heal()
+        assert waiting.result()[0] == 16
+
+
 @pytest.mark.parametrize("kind", ["create", "reserve", "write", "sync", "seal"])
 def test_a_writers_operations_fail(kind: str) -> None:
     backend = FaultyBackend(MemoryBackend(), [Fail(kind=kind, errno=errno.ENOSPC)])  # type: ignore[arg-type]

@@ -194,15 +194,20 @@ def test_attention_knows_distances_and_no_places() -> None:
 def test_ngrams_look_back_three_tokens_and_know_the_start() -> None:
     tokens = torch.tensor([[1, 2, 3, 4], [9, 2, 3, 4], [9, 9, 3, 4], [9, 9, 9, 4], [-1, -1, -1, 4]])
     hashes = ngram_hashes(tokens, 1000)
-    two, three, four = hashes.unbind(1)
+    two, three, four, _, _ = hashes.unbind(1)
     assert two[0] == two[1] == two[2] != two[3]
     assert three[0] == three[1] != three[2]
     assert four[0] != four[1]
     assert len(set(four.tolist())) == 5
-    assert all(
-        i * 1000 <= low and high < (i + 1) * 1000
-        for i, (low, high) in enumerate(zip(*hashes.aminmax(dim=0), strict=True))
-    )
+    for rows, table in zip(hashes.unbind(1), (0, 1, 2, 0, 1), strict=True):
+        assert (rows // 1000 == table).all()
+
+
+def test_an_ngram_is_found_again_where_it_precedes_a_token() -> None:
+    """The row after one has the same table rows for the n-grams before it: a copy is sought by what precedes it."""
+    words = torch.arange(50, 60).unfold(0, 4, 1)
+    hashes = ngram_hashes(words, 1000)
+    assert torch.equal(hashes[1:, 3:], hashes[:-1, :2])
 
 
 def test_one_expert_is_chosen_and_the_bias_only_chooses() -> None:
