@@ -30,7 +30,7 @@ install: $(STAMP) ## make .venv with everything but the gpu extra
 $(STAMP): pyproject.toml constraints-cpu.txt
 	@echo "installing duokv into .venv (about a minute) ..."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints-cpu.txt -e '.[tools,remote,engine,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints-cpu.txt -e '.[tools,remote,engine,pretrained,dev]'
 	@rm -f .venv/installed-*
 	@touch $@
 

@@ -207,7 +207,9 @@ def test_wheel_holds_our_modules_and_asks_for_the_core(tmp_path: Path) -> None:
         metadata = email.message_from_bytes(wheel.read(f"{info}METADATA"))
 
     modules = {f"duokv/{path.relative_to(ROOT).as_posix()}" for path in files(*PRESENT)}
-    assert {name for name in names if not name.startswith(info)} == modules | {f"duokv/{f}/py.typed" for f in PRESENT}
+    assets = {f"duokv/engine/assets/{path.name}" for path in (ROOT / "engine" / "assets").iterdir()}
+    typed = {f"duokv/{folder}/py.typed" for folder in PRESENT}
+    assert {name for name in names if not name.startswith(info)} == modules | typed | assets
     assert f"{info}licenses/LICENSE" in names
     requirements = metadata.get_all("Requires-Dist", [])
     assert {name.partition(">")[0] for name in requirements if "extra ==" not in name} == CORE

@@ -1,0 +1,196 @@
+"""How far a replayed request is from a cold one: loss, KL divergence and greedy agreement on held-out text.
+
+Everything is computed by `engine.forward`, which the engine equals bit for bit. A hit ends at token H; the next
+`SCORED` rows are scored, each predicting the token after it, as a cold run has them and after a replay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from duokv.engine.config import BOS
+from duokv.engine.forward import ForwardPass, Planes, forward
+from duokv.engine.model import Model
+from duokv.kvstore.geometry import BLOCK_TOKENS
+
+SCORED = 256
+"""Rows scored after a hit."""
+EXACT = "exact"
+"""As a number of rows: so many that the replay equals the cold run."""
+WORKERS = 2
+"""Texts measured at once, on one thread each."""
+
+Kind = Literal["replay", "encoder", "decoder", "both", "earlier"]
+
+
+class Case(NamedTuple):
+    """What is done to a text, and how much of it.
+
+    replay: `amount` encoder rows before the hit's end are replayed, as the engine does it; compared with a cold run
+        that leaves out the same decoder rows, so that the replay is all that differs.
+    encoder, decoder, both: `amount` rows of these layers are replayed; compared with a cold run that has all rows.
+    earlier: replay of 128 rows over blocks of which the last `amount` turns of 128 tokens were each computed after a
+        replay of their own.
+    """
+
+    kind: Kind
+    amount: int | str
+
+
+class Scored(NamedTuple):
+    """One text's means over its scored rows, in bits per token. agreement: rows with the cold run's likeliest token."""
+
+    cold_bits: float
+    bits: float
+    kl_bits: float
+    agreement: float
+
+
+class Subject(Protocol):
+    """A text and what can be done to it."""
+
+    def run(self, case: Case) -> Scored:
+        """Carry a case out."""
+
+    def exact_is_equal(self) -> bool:
+        """Whether an exact replay equals the cold run made from row 0, bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Means over `texts` texts of `Scored`. excess_bits: replayed less cold; error_bits: its standard error."""
+
+    cold_bits: float
+    bits: float
+    excess_bits: float
+    error_bits: float
+    kl_bits: float
+    agreement: float
+    texts: int
+
+    @classmethod
+    def of(cls, scored: Sequence[Scored]) -> Comparison:
+        """Average texts."""
+        excess = [one.bits - one.cold_bits for one in scored]
+        return cls(
+            cold_bits=fmean(one.cold_bits for one in scored),
+            bits=fmean(one.bits for one in scored),
+            excess_bits=fmean(excess),
+            error_bits=stdev(excess) / math.sqrt(len(excess)) if len(excess) > 1 else math.nan,
+            kl_bits=fmean(one.kl_bits for one in scored),
+            agreement=fmean(one.agreement for one in scored),
+            texts=len(scored),
+        )
+
+
+def score(cold: Tensor, replayed: Tensor, targets: Tensor) -> Scored:
+    """Compare logits [n, vocabulary] of the same rows, which predict `targets` [n]."""
+    bit = math.log(2)
+    right, other = functional.log_softmax(cold, dim=-1), functional.log_softmax(replayed, dim=-1)
+    return Scored(
+        cold_bits=functional.nll_loss(right, targets).item() / bit,
+        bits=functional.nll_loss(other, targets).item() / bit,
+        kl_bits=(right.exp() * (right - other)).sum(-1).mean().item() / bit,
+        agreement=(right.argmax(-1) == other.argmax(-1)).float().mean().item(),
+    )
+
+
+class TinySubject:
+    """A text of `engine.model.Model`. tokens: [L + 1] ids, the last one only predicted; the last `SCORED` rows are new.
+
+    Thread-safe.
+    """
+
+    def __init__(self, model: Model, tokens: Tensor) -> None:
+        c = model.config
+        self._model = model
+        self._rows, self._targets = tokens[:-1], tokens[1:][-SCORED:]
+        self._hit = len(self._rows) - SCORED
+        self._encoder_reach = c.encoder_layers * c.window
+        # From here on, decoder rows of the scored ones have all they can see.
+        self._decoder_from = max(self._hit - (c.layers - c.encoder_layers) * c.window, 0)
+        # Decoder rows are made where they are compared.
+        self._whole = forward(model, self._rows, decoder_start=len(self._rows) - 1)
+
+    def run(self, case: Case) -> Scored:
+        """Carry a case out."""
+        kind, amount = case
+        start = self._hit - (self._encoder_reach if amount == EXACT else int(amount))
+        match kind:
+            case "replay":
+                return self._score(self._hit, self._pass(start, self._hit))
+            case "encoder":
+                return self._score(self._decoder_from, self._pass(start, self._decoder_from))
+            case "decoder":
+                return self._score(self._decoder_from, self._cold(start))
+            case "both":
+                return self._score(self._decoder_from, self._pass(start, start))
+            case "earlier":
+                planes = self._after_replays(int(amount))
+                return self._score(self._hit, self._pass(self._hit - BLOCK_TOKENS, self._hit, planes))
+
+    def exact_is_equal(self) -> bool:
+        """Whether an exact replay equals the cold run made from row 0, bit for bit."""
+        cold = forward(self._model, self._rows, decoder_start=self._hit)
+        return torch.equal(cold.logits, self._pass(self._hit - self._encoder_reach, self._hit).logits)
+
+    def _score(self, decoder_start: int, replayed: ForwardPass) -> Scored:
+        cold = self._cold(decoder_start)
+        return score(cold.logits[-SCORED:], replayed.logits[-SCORED:], self._targets)
+
+    def _cold(self, decoder_start: int) -> ForwardPass:
+        """The cold run with decoder rows from `decoder_start` on, made of as few encoder rows as that takes."""
+        return self._pass(min(decoder_start, self._hit) - self._encoder_reach, decoder_start)
+
+    def _pass(self, start: int, decoder_start: int, planes: Planes | None = None) -> ForwardPass:
+        start = max(start, 0)
+        return forward(
+            self._model, self._rows, start=start, decoder_start=max(decoder_start, 0),
+            adopted=planes or self._whole.planes, adopted_tokens=self._hit,
+            encoded_before=self._whole.encoded[:start],
+        )  # fmt: skip
+
+    def _after_replays(self, earlier: int) -> Planes:
+        planes: Planes = self._whole.planes
+        for hit in range(self._hit - earlier * BLOCK_TOKENS, self._hit, BLOCK_TOKENS):
+            rows = self._rows[: hit + BLOCK_TOKENS]
+            planes = forward(
+                self._model, rows, start=hit - BLOCK_TOKENS, decoder_start=len(rows) - 1, adopted=planes,
+                adopted_tokens=hit,
+            ).planes  # fmt: skip
+        return planes
+
+
+def byte_texts(data: bytes, context: int, most: int | None) -> list[Tensor]:
+    """Cut up to `most` texts of `context` + 1 byte tokens, a `BOS` first, spread evenly over `data`; none overlap."""
+    count = len(data) // context
+    chosen = range(count) if most is None else np.linspace(0, count - 1, min(most, count)).astype(int).tolist()
+    return [torch.tensor([BOS, *data[i * context : (i + 1) * context]]) for i in chosen]
+
+
+def measure(
+    subject: Callable[[Tensor], Subject], texts: Sequence[Tensor], cases: Sequence[Case], done: Callable[[], None]
+) -> dict[Case, Comparison]:
+    """Carry out every case on every text; `done` is called after each text, on any thread."""
+
+    def one(tokens: Tensor) -> list[Scored]:
+        torch.set_num_threads(1)  # of this worker's thread
+        with torch.inference_mode():
+            on = subject(tokens)
+            found = [on.run(case) for case in cases]
+        done()
+        return found
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        scored = list(pool.map(one, texts))
+    return {case: Comparison.of(column) for case, column in zip(cases, zip(*scored, strict=True), strict=True)}
