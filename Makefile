@@ -34,9 +34,9 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@rm -f .venv/installed-*
 	@touch $@
 
-demo: $(STAMP) ## replay a trace against a store: TRACE=file, FULL=1, LIMIT=requests
+demo: $(STAMP) ## show what it does: TRACE=file, FULL=1, LIMIT=requests, FILE=text to talk about
 	@$(BIN)/python -m duokv.tools.demo \
-		$(if $(TRACE),--trace '$(TRACE)') $(if $(FULL),--full) $(if $(LIMIT),--limit '$(LIMIT)')
+		$(if $(TRACE),--trace '$(TRACE)') $(if $(FULL),--full) $(if $(LIMIT),--limit '$(LIMIT)') $(if $(FILE),--file '$(FILE)')
 
 test: $(STAMP) ## run the tests, without torture, bench and gpu
 	@$(PYTEST)

@@ -11,20 +11,21 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from duokv.bench.replay_measure import EXACT, Case, TinySubject, byte_texts, measure
+from duokv.bench.replay_measure import EXACT, Case, TinyTexts, byte_texts, measure
 from duokv.bench.replay_pretrained import Pretrained
 from duokv.bench.replay_report import ReplayCost, tables, write_report
 from duokv.bench.replay_time import measure_first_token
 from duokv.engine.config import BOS
-from duokv.engine.weights import ASSETS, TINY_WEIGHTS, load_model, weights_revision
+from duokv.engine.weights import ASSETS, TINY_WEIGHTS, weights_revision
 from duokv.kvstore.errors import DuoKVError
 
 TRAINED_CONTEXT = 4096
@@ -34,21 +35,27 @@ SIDE_SPANS = (32, 64, 128, 256)
 EARLIER_REPLAYS = (1, 2, 4, 8, 16)
 TIMED_TOKENS = 8192
 HELD_OUT = ASSETS / "held_out.txt"
+WORKERS = 2
+"""Texts measured at once, on one thread each."""
 _QUICK_TEXTS = 8
 _ROUNDS = 3
 
 
 def measure_tiny(weights: Path, *, quick: bool, progress: bool) -> ReplayCost:
     """Measure the model in `weights` on the shipped held-out text; UsageError if it cannot be loaded."""
-    model = load_model(weights, max_positions=max(CONTEXTS))
-    subject = partial(TinySubject, model)
+    subject = TinyTexts(weights, max(CONTEXTS))
+    model = subject.model()
     data = HELD_OUT.read_bytes()
-    most = _QUICK_TEXTS if quick else None
     cases = {TRAINED_CONTEXT: _quick_cases()} if quick else {context: _cases(context) for context in CONTEXTS}
-    texts = {context: byte_texts(data, context, most) for context in cases}
+    main, others = (_QUICK_TEXTS, 0) if quick else (None, 2 * _QUICK_TEXTS)
+    texts = {context: byte_texts(data, context, main if context == TRAINED_CONTEXT else others) for context in cases}
     rounds = 0 if quick else _ROUNDS
-    with _progress_bar(sum(map(len, texts.values())) + rounds, shown=progress) as done:
-        found = {context: measure(subject, texts[context], cases[context], done) for context in cases}
+    # Processes, since the interpreter's lock is most of what this model waits for.
+    with (
+        _progress_bar(sum(map(len, texts.values())) + rounds, shown=progress) as done,
+        ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool,
+    ):
+        found = {context: measure(subject, texts[context], cases[context], pool, done) for context in cases}
         prompt = [BOS, *data[: TIMED_TOKENS - 1]]
         first_token = measure_first_token(model, prompt, rounds=rounds, done=done) if rounds else {}
         with torch.inference_mode():
@@ -72,8 +79,8 @@ def measure_pretrained(folder: Path, *, context: int, quick: bool, progress: boo
     if not quick:
         amounts += [Case("replay", model.window * times) for times in (1, 2)]
     cases = [case for case in dict.fromkeys(amounts) if model.fits(case, context)]
-    with _progress_bar(len(texts), shown=progress) as done:
-        found = {context: measure(model.subject, texts, cases, done)}
+    with _progress_bar(len(texts), shown=progress) as done, ThreadPoolExecutor(WORKERS) as pool:
+        found = {context: measure(model.subject, texts, cases, pool, done)}
         with torch.inference_mode():
             equal = model.subject(texts[0]).exact_is_equal()
     return ReplayCost(

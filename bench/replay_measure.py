@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple, Protocol
 
@@ -21,15 +22,13 @@ from torch.nn import functional
 from duokv.engine.config import BOS
 from duokv.engine.forward import ForwardPass, Planes, forward
 from duokv.engine.model import Model
+from duokv.engine.weights import load_model
 from duokv.kvstore.geometry import BLOCK_TOKENS
 
 SCORED = 256
 """Rows scored after a hit."""
 EXACT = "exact"
 """As a number of rows: so many that the replay equals the cold run."""
-WORKERS = 2
-"""Texts measured at once, on one thread each."""
-
 Kind = Literal["replay", "encoder", "decoder", "both", "earlier"]
 
 
@@ -171,6 +170,22 @@ class TinySubject:
         return planes
 
 
+@dataclass(frozen=True, slots=True)
+class TinyTexts:
+    """Makes subjects of texts up to `longest` tokens and the model in `weights`, loaded anew in any process."""
+
+    weights: Path
+    longest: int
+
+    def model(self) -> Model:
+        """Load the model; UsageError if it cannot be."""
+        return load_model(self.weights, max_positions=self.longest)
+
+    def __call__(self, tokens: Tensor) -> TinySubject:
+        """The subject of a text of [L + 1] tokens."""
+        return TinySubject(self.model(), tokens)
+
+
 def byte_texts(data: bytes, context: int, most: int | None) -> list[Tensor]:
     """Cut up to `most` texts of `context` + 1 byte tokens, a `BOS` first, spread evenly over `data`; none overlap."""
     count = len(data) // context
@@ -179,18 +194,20 @@ def byte_texts(data: bytes, context: int, most: int | None) -> list[Tensor]:
 
 
 def measure(
-    subject: Callable[[Tensor], Subject], texts: Sequence[Tensor], cases: Sequence[Case], done: Callable[[], None]
-) -> dict[Case, Comparison]:
-    """Carry out every case on every text; `done` is called after each text, on any thread."""
-
-    def one(tokens: Tensor) -> list[Scored]:
-        torch.set_num_threads(1)  # of this worker's thread
-        with torch.inference_mode():
-            on = subject(tokens)
-            found = [on.run(case) for case in cases]
+    subject: Callable[[Tensor], Subject], texts: Sequence[Tensor], cases: Sequence[Case], pool: Executor,
+    done: Callable[[], None],
+) -> dict[Case, Comparison]:  # fmt: skip
+    """Carry out every case on every text in `pool`; `done` is called after each text."""
+    running = [pool.submit(_scores, subject, tokens.tolist(), cases) for tokens in texts]
+    for ended in as_completed(running):
+        ended.result()
         done()
-        return found
+    columns = zip(*(one.result() for one in running), strict=True)
+    return {case: Comparison.of(column) for case, column in zip(cases, columns, strict=True)}
 
-    with ThreadPoolExecutor(WORKERS) as pool:
-        scored = list(pool.map(one, texts))
-    return {case: Comparison.of(column) for case, column in zip(cases, zip(*scored, strict=True), strict=True)}
+
+def _scores(subject: Callable[[Tensor], Subject], tokens: list[int], cases: Sequence[Case]) -> list[Scored]:
+    torch.set_num_threads(1)  # of this worker
+    with torch.inference_mode():
+        on = subject(torch.tensor(tokens))
+        return [on.run(case) for case in cases]

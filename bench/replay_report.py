@@ -146,7 +146,9 @@ def _markdown(cost: ReplayCost, plots: str) -> str:
     exact = found.get(Case("replay", EXACT))
     if exact is not None:
         equal = "equals" if cost.exact_bit_equal else "does NOT equal"
-        parts.append(f"An exact replay {equal} the cold run bit for bit, checked against one made from row 0.")
+        parts.append(
+            f"An exact replay {equal} the cold run bit for bit; one text was checked, against a run made from row 0."
+        )
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,24 +1,24 @@
 """What DuoKV does, shown in a minute: `python -m duokv.tools.demo` (`make demo`).
 
-A trace through the store's own code with a report, then real bytes across a killed process, then the operator's view.
+A trace through the store's own code with a report, real bytes across a killed process, the operator's view of them, and
+a conversation that the engine serves from a store.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +42,19 @@ from duokv.kvstore.store import KVStore
 from duokv.kvstore.swa import SwaWindow
 from duokv.kvstore.units import format_bytes, format_duration
 from duokv.replay.plan import ReplayPolicy, plan_replay, swa_candidates
+from duokv.tools.demo_process import Send, in_new_process, milliseconds
 
 REQUESTS = 5_000
 """Requests shown unless more are asked for: enough for steady rates, in a few seconds."""
 BLOCKS = 601
 """Whole blocks of a prompt of 77,000 tokens, the published mean input."""
 GEOMETRY = "deepseek-v4.1-flash"
+MODULE = "sched.py"
+"""The standard library's module to talk about: small, and among the files that the model was not trained on."""
+REPLY_TOKENS = 16
+MAX_REPLY_TOKENS = 512
+MIN_BYTES, MAX_BYTES = 512, 7 << 10
+"""Of a file to talk about: enough for a hit that saves something, little enough to prefill in seconds."""
 
 _TAIL_TOKENS = 72
 _NAMESPACE = Namespace(model=GEOMETRY, weights="demo", tokenizer="demo", kv_format="fp4")
@@ -64,12 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given.blocks < 2:
             raise UsageError(f"--blocks {given.blocks}: a hit of one block saves nothing; give at least 2")
+        if not 1 <= given.reply <= MAX_REPLY_TOKENS:
+            raise UsageError(f"--reply {given.reply}: no such reply; give 1 to {MAX_REPLY_TOKENS} tokens")
+        text = _read_file(given.file)
         replay_trace(console, given.trace, None if given.full else given.limit, given.out)
         restart(console, given.blocks)
+        # Not at the top: the engine takes seconds to import, and the processes started so far do without.
+        from duokv.tools.demo_conversation import conversation
+
+        conversation(console, given.file, text, reply=given.reply)
     except DuoKVError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    console.print(f"\nDone in {time.perf_counter() - started:.0f} s; the temporary store is removed.")
+    console.print(f"\nDone in {time.perf_counter() - started:.0f} s; the temporary stores are removed.")
     return 0
 
 
@@ -80,7 +94,24 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=REQUESTS, help="how many requests; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of report.html; default: %(default)s")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="blocks of the real prompt; default: %(default)s")
+    module = Path(sysconfig.get_path("stdlib"), MODULE)
+    parser.add_argument("--file", type=Path, default=module, help="text to talk about; default: Python's own sched.py")
+    parser.add_argument(
+        "--reply", type=int, default=REPLY_TOKENS, help="tokens of a reply about it; default: %(default)s"
+    )
     return parser.parse_args(argv)
+
+
+def _read_file(path: Path) -> bytes:
+    """The beginning of a file that is long enough to talk about."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; name another text with --file") from error
+    if len(text) < MIN_BYTES:
+        raise UsageError(f"{path}: only {len(text)} bytes; name a text of at least {MIN_BYTES} with --file")
+    return text
 
 
 # -- 1. a trace ------------------------------------------------------------------------------------------------------
@@ -183,10 +214,6 @@ class Loaded:
     last_key: str
 
 
-Send = Callable[[object], None]
-T = TypeVar("T")
-
-
 def restart(console: Console, blocks: int) -> None:
     """Store a prompt, kill the process, read it back in another, and look at the store with kvctl."""
     size = blocks * CacheGeometry.preset(GEOMETRY).payload_bytes
@@ -198,12 +225,13 @@ def restart(console: Console, blocks: int) -> None:
     )
     with tempfile.TemporaryDirectory(prefix="duokv-demo-") as folder:
         url = f"file://{folder}"
-        written = _in_new_process(_write, Written, url, blocks)
-        loaded = _in_new_process(_read, Loaded, url, blocks)
+        (written,) = in_new_process(partial(_write, url, blocks), Written)
+        (loaded,) = in_new_process(partial(_read, url, blocks), Loaded)
         table = Table(show_header=False)
-        table.add_row("write", f"{_rate(size, written.commit_s)}, durable {_ms(written.durable_s)} later; then killed")
-        table.add_row("open", f"{_ms(loaded.open_s)}")
-        table.add_row("lookup", f"{loaded.hit_tokens:,} of {length:,} tokens found in {_ms(loaded.lookup_s)}")
+        durable = milliseconds(written.durable_s)
+        table.add_row("write", f"{_rate(size, written.commit_s)}, durable {durable} later; then killed")
+        table.add_row("open", f"{milliseconds(loaded.open_s)}")
+        table.add_row("lookup", f"{loaded.hit_tokens:,} of {length:,} tokens found in {milliseconds(loaded.lookup_s)}")
         table.add_row("load", f"{_rate(size, loaded.load_s)}, every block's identity and checksum verified")
         table.add_row("compare", f"all {loaded.equal} blocks equal what was written, byte by byte")
         console.print(table)
@@ -252,33 +280,6 @@ def _read(url: str, blocks: int, send: Send) -> None:
     send(Loaded(opened - started, looked_up - opened, loaded - lending, hit.tokens, equal, kept, last))
 
 
-def _in_new_process(work: Callable[[str, int, Send], None], kind: type[T], url: str, blocks: int) -> T:
-    """Run `work` in a fresh interpreter and return what it sends, a `kind`; its DuoKVError is raised here."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(work, url, blocks, theirs))
-    process.start()
-    theirs.close()
-    try:
-        sent = ours.recv()
-    except EOFError:
-        raise StoreError(f"{url}: the process at work on it ended early; its error is above") from None
-    finally:
-        process.join()
-        ours.close()
-    if isinstance(sent, DuoKVError):
-        raise sent
-    assert isinstance(sent, kind)
-    return sent
-
-
-def _child(work: Callable[[str, int, Send], None], url: str, blocks: int, pipe: Connection) -> None:
-    try:
-        work(url, blocks, pipe.send)
-    except DuoKVError as error:
-        pipe.send(error)
-
-
 def _tokens(blocks: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng(0).integers(0, 1 << 17, blocks * BLOCK_TOKENS + _TAIL_TOKENS)
 
@@ -315,11 +316,7 @@ def _there(kept: bool) -> str:
 
 
 def _rate(size: int, seconds: float) -> str:
-    return f"{format_bytes(size)} in {_ms(seconds)} ({size / seconds / 2**20:,.0f} MiB/s)"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
+    return f"{format_bytes(size)} in {milliseconds(seconds)} ({size / seconds / 2**20:,.0f} MiB/s)"
 
 
 # -- 3. the operator -------------------------------------------------------------------------------------------------

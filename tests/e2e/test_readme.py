@@ -17,7 +17,7 @@ from duokv.bench.generator import generate
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
-EXAMPLE = next(text for language, text in BLOCKS if language == "python")
+EXAMPLE, ENGINE_EXAMPLE = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
     line.partition("#")[0].strip()
     for language, text in BLOCKS
@@ -72,6 +72,20 @@ def test_every_kvctl_command_runs(command: str, store: tuple[Path, str], tmp_pat
     done = run(sys.executable, "-m", "duokv.tools.kvctl", *words[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_engine_example_hits_its_own_first_turn() -> None:
+    done = run(sys.executable, "-c", ENGINE_EXAMPLE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^[A-Z_]+(?= TokenPartition)", done.stdout, re.MULTILINE) == ["NO_HIT", "SWA_HIT"]
+
+
+@pytest.mark.parametrize("command", re.findall(r"`python -m (duokv[^`]+)`", README))
+def test_every_python_command_is_one(command: str) -> None:
+    module, *options = shlex.split(command)
+    usage = run(sys.executable, "-m", module, "--help", cwd=ROOT)
+    assert usage.returncode == 0, usage.stderr
+    assert [option for option in options if option.startswith("--") and option not in usage.stdout] == []
 
 
 def test_every_linked_file_and_folder_is_there() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -136,7 +137,9 @@ def test_every_case_is_carried_out_on_every_text() -> None:
 
     cases = [Case("replay", 1), Case("earlier", 2)]
     ticks: list[None] = []
-    found = measure(Fixed, [torch.tensor([256, 3]), torch.tensor([256, 5])], cases, partial(ticks.append, None))
+    texts = [torch.tensor([256, 3]), torch.tensor([256, 5])]
+    with ThreadPoolExecutor(2) as pool:
+        found = measure(Fixed, texts, cases, pool, partial(ticks.append, None))
     assert [found[case].bits for case in cases] == [1.0, 2.0]
     assert found[cases[0]].cold_bits == 4.0
     assert len(ticks) == 2
