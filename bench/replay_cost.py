@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -37,11 +37,13 @@ TIMED_TOKENS = 8192
 HELD_OUT = ASSETS / "held_out.txt"
 WORKERS = 2
 """Texts measured at once, on one thread each."""
+_FILE_TOKENS = 8192
+"""At most so much of the held-out slice is of one file, one after another."""
 _QUICK_TEXTS = 8
 _ROUNDS = 3
 
 
-def measure_tiny(weights: Path, *, quick: bool, progress: bool) -> ReplayCost:
+def measure_tiny(weights: Path, *, quick: bool, progress: bool, command: str) -> ReplayCost:
     """Measure the model in `weights` on the shipped held-out text; UsageError if it cannot be loaded."""
     subject = TinyTexts(weights, max(CONTEXTS))
     model = subject.model()
@@ -58,8 +60,6 @@ def measure_tiny(weights: Path, *, quick: bool, progress: bool) -> ReplayCost:
         found = {context: measure(subject, texts[context], cases[context], pool, done) for context in cases}
         prompt = [BOS, *data[: TIMED_TOKENS - 1]]
         first_token = measure_first_token(model, prompt, rounds=rounds, done=done) if rounds else {}
-        with torch.inference_mode():
-            equal = subject(texts[TRAINED_CONTEXT][0]).exact_is_equal()
     return ReplayCost(
         model=f"tiny, weights {weights_revision(weights)}",
         context=TRAINED_CONTEXT,
@@ -67,11 +67,12 @@ def measure_tiny(weights: Path, *, quick: bool, progress: bool) -> ReplayCost:
         bytes_per_token=1.0,
         found=found,
         first_token=first_token,
-        exact_bit_equal=equal,
+        joined_above=_FILE_TOKENS,
+        command=command,
     )
 
 
-def measure_pretrained(folder: Path, *, context: int, quick: bool, progress: bool) -> ReplayCost:
+def measure_pretrained(folder: Path, *, context: int, quick: bool, progress: bool, command: str) -> ReplayCost:
     """Measure a pretrained model with sliding and full layers; UsageError if `folder` holds none."""
     model = Pretrained.load(folder)
     texts = model.texts(HELD_OUT.read_text(), context, _QUICK_TEXTS if quick else 4 * _QUICK_TEXTS)
@@ -81,8 +82,6 @@ def measure_pretrained(folder: Path, *, context: int, quick: bool, progress: boo
     cases = [case for case in dict.fromkeys(amounts) if model.fits(case, context)]
     with _progress_bar(len(texts), shown=progress) as done, ThreadPoolExecutor(WORKERS) as pool:
         found = {context: measure(model.subject, texts, cases, pool, done)}
-        with torch.inference_mode():
-            equal = model.subject(texts[0]).exact_is_equal()
     return ReplayCost(
         model=f"{folder.name}: {model.shape}",
         context=context,
@@ -90,7 +89,8 @@ def measure_pretrained(folder: Path, *, context: int, quick: bool, progress: boo
         bytes_per_token=model.bytes_per_token(texts),
         found=found,
         first_token={},
-        exact_bit_equal=equal,
+        joined_above=0,
+        command=command,
     )
 
 
@@ -98,11 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 0, or 2 for what cannot be done."""
     given = _arguments(argv)
     progress = not given.json and sys.stderr.isatty()
+    command = shlex.join(["python", "-m", "duokv.bench.replay_cost", *(sys.argv[1:] if argv is None else argv)])
     try:
         if given.model is not None and given.model.is_dir():
-            cost = measure_pretrained(given.model, context=given.context, quick=given.quick, progress=progress)
+            cost = measure_pretrained(
+                given.model, context=given.context, quick=given.quick, progress=progress, command=command
+            )
         else:
-            cost = measure_tiny(given.model or TINY_WEIGHTS, quick=given.quick, progress=progress)
+            cost = measure_tiny(given.model or TINY_WEIGHTS, quick=given.quick, progress=progress, command=command)
         if given.write is not None:
             write_report(given.write, cost)
     except DuoKVError as error:
@@ -135,7 +138,7 @@ def as_json(cost: ReplayCost) -> dict[str, object]:
         "bits_per_byte": {"cold": round(cold, 6), **column("bits", cost.bytes_per_token)},
         "greedy_agreement": column("agreement", 1.0),
         "kl_bits": column("kl_bits", 1.0),
-        "exact_bit_equal": cost.exact_bit_equal,
+        "exact_bit_equal": found[Case("replay", EXACT)].equal,
     }
 
 

@@ -47,12 +47,16 @@ class Case(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """One text's means over its scored rows, in bits per token. agreement: rows with the cold run's likeliest token."""
+    """One text's means over its scored rows, in bits per token.
+
+    agreement: share of rows with the cold run's likeliest token. equal: all logits are the cold run's, bit for bit.
+    """
 
     cold_bits: float
     bits: float
     kl_bits: float
     agreement: float
+    equal: bool
 
 
 class Subject(Protocol):
@@ -61,13 +65,13 @@ class Subject(Protocol):
     def run(self, case: Case) -> Scored:
         """Carry a case out."""
 
-    def exact_is_equal(self) -> bool:
-        """Whether an exact replay equals the cold run made from row 0, bit for bit."""
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Means over `texts` texts of `Scored`. excess_bits: replayed less cold; error_bits: its standard error."""
+    """Means over `texts` texts of `Scored`. excess_bits: replayed less cold; error_bits: its standard error.
+
+    equal: every text's logits are equal, bit for bit.
+    """
 
     cold_bits: float
     bits: float
@@ -75,6 +79,7 @@ class Comparison:
     error_bits: float
     kl_bits: float
     agreement: float
+    equal: bool
     texts: int
 
     @classmethod
@@ -88,6 +93,7 @@ class Comparison:
             error_bits=stdev(excess) / math.sqrt(len(excess)) if len(excess) > 1 else math.nan,
             kl_bits=fmean(one.kl_bits for one in scored),
             agreement=fmean(one.agreement for one in scored),
+            equal=all(one.equal for one in scored),
             texts=len(scored),
         )
 
@@ -101,6 +107,7 @@ def score(cold: Tensor, replayed: Tensor, targets: Tensor) -> Scored:
         bits=functional.nll_loss(other, targets).item() / bit,
         kl_bits=(right.exp() * (right - other)).sum(-1).mean().item() / bit,
         agreement=(right.argmax(-1) == other.argmax(-1)).float().mean().item(),
+        equal=torch.equal(cold, replayed),
     )
 
 
@@ -118,8 +125,7 @@ class TinySubject:
         self._encoder_reach = c.encoder_layers * c.window
         # From here on, decoder rows of the scored ones have all they can see.
         self._decoder_from = max(self._hit - (c.layers - c.encoder_layers) * c.window, 0)
-        # Decoder rows are made where they are compared.
-        self._whole = forward(model, self._rows, decoder_start=len(self._rows) - 1)
+        self._whole = forward(model, self._rows, decoder_start=self._hit)
 
     def run(self, case: Case) -> Scored:
         """Carry a case out."""
@@ -138,17 +144,15 @@ class TinySubject:
                 planes = self._after_replays(int(amount))
                 return self._score(self._hit, self._pass(self._hit - BLOCK_TOKENS, self._hit, planes))
 
-    def exact_is_equal(self) -> bool:
-        """Whether an exact replay equals the cold run made from row 0, bit for bit."""
-        cold = forward(self._model, self._rows, decoder_start=self._hit)
-        return torch.equal(cold.logits, self._pass(self._hit - self._encoder_reach, self._hit).logits)
-
     def _score(self, decoder_start: int, replayed: ForwardPass) -> Scored:
         cold = self._cold(decoder_start)
         return score(cold.logits[-SCORED:], replayed.logits[-SCORED:], self._targets)
 
     def _cold(self, decoder_start: int) -> ForwardPass:
-        """The cold run with decoder rows from `decoder_start` on, made of as few encoder rows as that takes."""
+        """The cold run with decoder rows from `decoder_start` on: made from row 0, or, where decoder rows are not left
+        out as the engine does, of as few encoder rows as that takes."""
+        if decoder_start == self._hit:
+            return self._whole
         return self._pass(min(decoder_start, self._hit) - self._encoder_reach, decoder_start)
 
     def _pass(self, start: int, decoder_start: int, planes: Planes | None = None) -> ForwardPass:

@@ -188,10 +188,6 @@ class PretrainedSubject:
             return score(self._cold[-SCORED:], self._replay(BLOCK_TOKENS, held), self._targets)
         raise ValueError(f"case {case.kind!r} needs an encoder and a decoder; give 'replay' or 'earlier'")
 
-    def exact_is_equal(self) -> bool:
-        """Whether an exact replay equals the cold run; rounding by the shape of a product usually prevents it."""
-        return torch.equal(self._replay(self._model.exact_rows, self._held), self._cold[-SCORED:])
-
     def _replay(self, rows: int, held: dict[int, KeysValues]) -> Tensor:
         logits, _ = self._model.run(self._rows, max(self._hit - rows, 0), self._hit, held)
         return logits[-SCORED:]

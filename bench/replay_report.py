@@ -26,8 +26,8 @@ class ReplayCost:
     """Everything measured of one model.
 
     found: by context length in tokens, then by case. context: the one whose figures are the main ones.
-    trained_context: longest context it was trained at. first_token: by way; empty if not timed.
-    exact_bit_equal: an exact replay equals the cold run bit for bit.
+    trained_context: longest context it was trained at. joined_above: longer texts are joined from several files.
+    first_token: by way; empty if not timed. command: what measured it.
     """
 
     model: str
@@ -36,7 +36,8 @@ class ReplayCost:
     bytes_per_token: float
     found: dict[int, dict[Case, Comparison]]
     first_token: dict[str, FirstToken]
-    exact_bit_equal: bool
+    joined_above: int
+    command: str
 
     def of_kind(self, *kinds: Kind) -> dict[Case, Comparison]:
         """The main context's cases of these kinds."""
@@ -84,7 +85,8 @@ def _grids(cost: ReplayCost) -> list[_Grid]:
     for context, found in cost.found.items():
         beyond = ", beyond the trained length" if context > cost.trained_context else ""
         rows = [_row(_span(case.amount), one, cost) for case, one in found.items() if case.kind == "replay"]
-        grids.append(_Grid(f"Context of {context:,} tokens{beyond}", "", ("rows replayed", *HEADINGS), rows))
+        note = "these texts are joined from several files each" if context > cost.joined_above else ""
+        grids.append(_Grid(f"Context of {context:,} tokens{beyond}", note, ("rows replayed", *HEADINGS), rows))
     sides = cost.of_kind("encoder", "decoder", "both")
     if sides:
         rows = [_row(f"{case.kind}, {case.amount}", one, cost) for case, one in sides.items()]
@@ -127,8 +129,8 @@ def _markdown(cost: ReplayCost, plots: str) -> str:
     found = cost.found[cost.context]
     parts = [
         "# What bounded replay costs",
-        f"Model: {cost.model}. Made by `python -m duokv.bench.replay_cost --write bench/REPLAY.md` on "
-        f"{platform.machine()} under {platform.system()}; torch on the CPU.",
+        f"Model: {cost.model}. Made by `{cost.command}` on {platform.machine()} under {platform.system()}; torch on "
+        "the CPU.",
         _verdict(cost),
         f"A hit ends {SCORED} tokens before the end of a held-out text. Its Block KV is there, its sliding window is "
         f"not: so many rows before the hit's end are computed again, their windows cut at the first of them. The "
@@ -145,10 +147,8 @@ def _markdown(cost: ReplayCost, plots: str) -> str:
         parts.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in grid.rows)]))
     exact = found.get(Case("replay", EXACT))
     if exact is not None:
-        equal = "equals" if cost.exact_bit_equal else "does NOT equal"
-        parts.append(
-            f"An exact replay {equal} the cold run bit for bit; one text was checked, against a run made from row 0."
-        )
+        equal = "equals" if all(of[Case("replay", EXACT)].equal for of in cost.found.values()) else "does NOT equal"
+        parts.append(f"An exact replay {equal} the cold run, made from row 0, bit for bit on every text.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -138,8 +138,8 @@ class Adoption:
         self._store = store
         self._live = live
         self._hit = hit
-        self._exact = hit.exact_tokens // BLOCK_TOKENS
-        self._shared = live.hold(hit.keys, exact=self._exact)
+        self._exact_blocks = hit.exact_tokens // BLOCK_TOKENS
+        self._shared = live.hold(hit.keys, exact_blocks=self._exact_blocks)
         self._lent: Lent | None = None
         self._loaded = 0
 
@@ -160,11 +160,11 @@ class Adoption:
         adopted = adopted_tokens // BLOCK_TOKENS
         # Others may have loaded the same blocks meanwhile: one copy of them is enough.
         first = len(self._shared)
-        self._shared += self._live.hold(self._hit.keys[first:adopted], exact=self._exact - first)
+        self._shared += self._live.hold(self._hit.keys[first:adopted], exact_blocks=self._exact_blocks - first)
         shared = self._shared[:adopted]
         fresh = self._live.allocate(blocks_for(length) - len(shared))
         loaded = [
-            LiveBlock(slot, block < self._exact)
+            LiveBlock(slot, block < self._exact_blocks)
             for block, slot in zip(range(len(shared), adopted), fresh, strict=False)
         ]
         if loaded and self._lent is not None:

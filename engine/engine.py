@@ -9,17 +9,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import count
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from duokv.engine.admission import admit, admit_cold
 from duokv.engine.live import LiveBlock, LiveBlocks
 from duokv.engine.model import Model
 from duokv.engine.report import EngineStats, Finish, Handle, Output, RequestReport
-from duokv.engine.request import Admission, OnToken, Request
+from duokv.engine.request import Admission, OnToken, Request, Tokens, token_list
 from duokv.engine.runner import Runner, StepResult, Work
 from duokv.engine.sampler import SEED_BITS, Sampling, sample
 from duokv.engine.scheduler import Scheduler, Turn
@@ -31,9 +29,6 @@ from duokv.kvstore import Clock, KVStore, Namespace, Origin, RequestServed, Stor
 from duokv.kvstore.events import Degraded
 from duokv.kvstore.keys import BLOCK_TOKENS, chain_keys
 from duokv.replay import ReplayPolicy, kept_boundaries, usable
-
-Tokens = Sequence[int] | npt.NDArray[np.integer]
-"""A prompt: token ids below the model's vocabulary size, at least one."""
 
 
 class Engine:
@@ -107,7 +102,8 @@ class Engine:
         default. request_id: repeat it when a request is sent again, and it is counted once; None makes one up.
         """
         self._check_open()
-        tokens = _token_list(prompt, self._model.vocab_size)
+        self._store.blocks.find(b"", 0, traffic, use=False)  # UsageError for an unknown class
+        tokens = token_list(prompt, self._model.vocab_size)
         room = min(self.config.num_slots * BLOCK_TOKENS, self._positions)
         if len(tokens) + sampling.max_tokens - 1 > room:
             raise UsageError(
@@ -139,8 +135,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one step and return the outputs that ended since the last one.
 
-        Waits only when every request waits for its blocks. UsageError, with that request dropped, for one whose traffic
-        class the store does not know.
+        Waits only when every request waits for its blocks. What a callback raises is raised here, once all were called.
         """
         self._check_open()
         while (request := self._scheduler.next_to_load()) is not None:
@@ -164,7 +159,7 @@ class Engine:
                 request, store=self._store, live=self._live, model=self._model, policy=self.policy,
                 deadline_s=self.config.load_deadline_s, poison=self.config.poison,
             )  # fmt: skip
-        except (SlotsExhausted, UsageError):
+        except SlotsExhausted:
             raise
         except Exception as error:  # noqa: BLE001  whatever is wrong with the store, the request is served
             self._store.events.emit(Degraded("admission", repr(error)))
@@ -183,18 +178,20 @@ class Engine:
                 self._start(request, future.result())
             except SlotsExhausted:
                 request.crowded = True
-                if request.handle in self._requests:
+                if self._is_served(request):
                     self._scheduler.wait(request)
-            except Exception:
-                request.end_lease()
-                if self._requests.pop(request.handle, None) is not None:
-                    raise
+                else:
+                    request.end_lease()
+
+    def _is_served(self, request: Request) -> bool:
+        """Whether a request has not ended. Its handle does not tell: a request sent again may have it by now."""
+        return self._requests.get(request.handle) is request
 
     def _start(self, request: Request, admission: Admission) -> None:
         last, request.admission = request.admission, admission
         if last is not None and last.lease is not None and last.lease is not admission.lease:
             last.lease.close()
-        if request.handle not in self._requests:
+        if not self._is_served(request):
             self._live.release(admission.session.slots)
             request.end_lease()
             return
@@ -209,6 +206,8 @@ class Engine:
         self._preemptions += 1
         request.preemptions += 1
         request.states.clear()
+        # It computes its blocks again, and what the store had of them may be gone by then.
+        request.stored_blocks = 0
         self._release(request)
         self._scheduler.wait(request)
 
@@ -231,6 +230,8 @@ class Engine:
                 continue
             if not request.served:
                 self._serve(request)
+            assert request.admission is not None
+            request.exact &= request.admission.exact
             token = sample(logits, request.sampling, seed=request.seed, position=len(request.tokens))
             request.tokens.append(token)
             sampled.append((request, token))
@@ -239,9 +240,15 @@ class Engine:
             elif len(request.tokens) - request.prompt_tokens == request.sampling.max_tokens:
                 self._end(request, "length")
         # Last, so that a callback that raises or cancels finds every request settled.
+        raised: list[Exception] = []
         for request, token in sampled:
             if request.on_token is not None:
-                request.on_token(request.handle, token)
+                try:
+                    request.on_token(request.handle, token)
+                except Exception as error:  # noqa: BLE001  the others' tokens are not this caller's
+                    raised.append(error)
+        if raised:
+            raise raised[0]
 
     def _serve(self, request: Request) -> None:
         """A prompt is computed: report it, store it, and let others share its blocks."""
@@ -310,7 +317,7 @@ class Engine:
             hit_tokens=request.hit_tokens,
             partition=request.partition,
             reason=request.reason,
-            exact=admission is not None and admission.exact,
+            exact=admission is not None and admission.exact and request.exact,
             load_ms=request.load_s * 1e3,
             first_token_ms=None if request.first_token_s is None else request.first_token_s * 1e3,
             total_ms=(self._clock.monotonic() - request.submitted_s) * 1e3,
@@ -354,7 +361,8 @@ class Engine:
     def close(self, timeout_s: float | None = None) -> None:
         """Cancel what is left, hand the store what it is owed and end the threads; idempotent.
 
-        timeout_s: seconds to wait for a store that hangs; its thread is then left behind.
+        timeout_s: seconds to wait for a store that hangs; its threads are then left behind, and the interpreter waits
+            for those that load when it ends.
         """
         if self._closed:
             return
@@ -363,8 +371,17 @@ class Engine:
         wait(self._loads, timeout_s)
         self._take_in()
         self._closed = True
-        self._pool.shutdown(wait=not self._loads)
+        for future, request in self._loads.items():
+            future.add_done_callback(partial(self._give_back, request))
+        late = bool(self._loads)
+        self._loads.clear()
+        self._pool.shutdown(wait=not late)
         self._writeback.close(timeout_s)
+
+    def _give_back(self, request: Request, future: Future[Admission]) -> None:
+        """Take in what a load brings after the end, on its thread."""
+        if future.exception() is None:
+            self._start(request, future.result())
 
     def __enter__(self) -> Engine:
         return self
@@ -379,12 +396,3 @@ class Engine:
 
 def _slots(request: Request) -> list[int]:
     return request.session.slots if request.session is not None else []
-
-
-def _token_list(prompt: Tokens, vocab_size: int) -> list[int]:
-    array = np.asarray(prompt)
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-        raise UsageError(f"prompt: {array.dtype} of shape {array.shape}; give at least one integer token id")
-    if int(array.min()) < 0 or int(array.max()) >= vocab_size:
-        raise UsageError(f"prompt: an id is outside [0, {vocab_size}), the model's vocabulary; encode it with its own")
-    return [int(token) for token in array]

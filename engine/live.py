@@ -49,16 +49,16 @@ class LiveBlocks:
                 if key is not None:
                     del self._by_key[key]
 
-    def hold(self, keys: Iterable[bytes], *, exact: int) -> list[LiveBlock]:
+    def hold(self, keys: Iterable[bytes], *, exact_blocks: int) -> list[LiveBlock]:
         """Take a reference to each of the leading blocks of `keys` that are live.
 
-        exact: the store holds the first so many blocks in exact bytes, so approximate ones do not stand in for them.
+        exact_blocks: the store holds the first so many in exact bytes, so approximate ones do not stand in for them.
         """
         with self._lock:
             held: list[LiveBlock] = []
             for key in keys:
                 block = self._by_key.get(key)
-                if block is None or (len(held) < exact and not block.exact):
+                if block is None or (len(held) < exact_blocks and not block.exact):
                     break
                 held.append(block)
             self.slots.retain([block.slot for block in held])

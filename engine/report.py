@@ -25,7 +25,7 @@ class RequestReport:
 
     prompt_tokens: its prompt's length. hit_tokens: what the index held of it, adopted or not.
     partition, reason: how the prompt's tokens were come by, and why; None if it ended before its prompt was computed.
-    exact: whether the cache it leaves equals a cold run's bit for bit.
+    exact: whether its tokens and the cache it leaves equal a cold run's, bit for bit.
     load_ms: from the lookup to verified blocks in their slots, the last time it was admitted. first_token_ms, total_ms:
         from submission; None if there was no token.
     rows: rows it took through the encoder, those computed again after a preemption included.

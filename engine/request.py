@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from duokv.engine.report import Handle
 from duokv.engine.runner import BoundaryState
 from duokv.engine.sampler import Sampling
 from duokv.engine.session import Session
-from duokv.kvstore import BlockKeys, Namespace, SwaWindow
+from duokv.kvstore import BlockKeys, Namespace, SwaWindow, UsageError
 from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.replay import Reason, ReplayPlan, ReplayPolicy, TokenPartition, kept_boundaries
 
 OnToken = Callable[[Handle, int], None]
 """Called with each token of a request once it is sampled, on the thread that steps the engine."""
+
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+"""A prompt: token ids below the model's vocabulary size, at least one."""
 
 
 def blocks_for(tokens: int) -> int:
@@ -61,6 +68,7 @@ class Request:
     tokens: prompt and output so far. decoder_start: fixed by its first plan.
     admission: the latest; a preempted request resumes with its plan and lease. session: while it holds slots.
     states: SWA states at boundaries it crossed that may be kept. stored_blocks: leading blocks write-back took over.
+    exact: no token was sampled on top of an inexact cache.
     served: its prompt was computed and reported; `hit_tokens` were in the index, it was come by as `partition` and
         `reason` say.
     crowded: slots ran out under its last admission. load_s: that one's seconds. rows: computed in the encoder.
@@ -82,6 +90,7 @@ class Request:
     session: Session | None = None
     states: dict[int, BoundaryState] = field(default_factory=dict)
     stored_blocks: int = 0
+    exact: bool = True
     served: bool = False
     hit_tokens: int = 0
     crowded: bool = False
@@ -116,3 +125,13 @@ class Request:
         plan = self.admission.plan
         replayed = {plan.write_floor} if plan.start < plan.write_floor else set()
         return sorted(replayed | {*kept_boundaries(self.prompt_tokens, policy)})
+
+
+def token_list(prompt: Tokens, vocab_size: int) -> list[int]:
+    """Return a prompt as ints; UsageError if it is none of a model of so many ids."""
+    array = np.asarray(prompt)
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise UsageError(f"prompt: {array.dtype} of shape {array.shape}; give at least one integer token id")
+    if int(array.min()) < 0 or int(array.max()) >= vocab_size:
+        raise UsageError(f"prompt: an id is outside [0, {vocab_size}), the model's vocabulary; encode it with its own")
+    return [int(token) for token in array]

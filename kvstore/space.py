@@ -327,7 +327,8 @@ class Space:
         self._seal_again()
         while self._active:
             self._try_seal(self._active.popitem()[1])
-        return self.reclaimer.remove_waiting() and not self._unsealed and not self._unsynced
+        self._sync_sealed()
+        return self.reclaimer.remove_waiting() and not self._unsealed
 
     def _writers(self) -> list[SegmentWriter]:
         return [*self._active.values(), *self._full, *self._unsealed]

@@ -56,7 +56,10 @@ def training_tokens(sources: list[Source]) -> NDArray[np.int64]:
 
 
 def held_out_slice(sources: list[Source], *, windows: int, length: int) -> bytes:
-    """Return `windows` times `length` bytes: whole windows of held-out files, in the order of the files' digests."""
+    """Return up to `windows` times `length` bytes: whole windows of held-out files, in the order of their digests.
+
+    Files are held out, not passages: about 6 % of the slice, in pieces of 64 bytes, also occurs in files trained on.
+    """
     files = sorted((source for source in sources if source.held_out), key=lambda source: source.sha256)
     cut = [w for file in files for w in _whole_windows(file.text, length)]
     return b"".join(cut[:windows])

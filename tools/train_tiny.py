@@ -273,8 +273,8 @@ def train(folder: Path) -> None:
             if trainer.done % _CHECKPOINT_STEPS == 0:
                 trainer.save(folder)
     trainer.save(folder)
-    save_weights(TINY_WEIGHTS, trainer.config, trainer.weights)
     write_data_assets(sources)
+    save_weights(TINY_WEIGHTS, trainer.config, trainer.weights)
 
 
 def write_data_assets(sources: list[Source]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import get_args
 
 import numpy as np
@@ -500,6 +501,25 @@ def test_a_preempted_request_whose_blocks_are_gone_plans_anew_from_its_decoder_s
     world.close()
 
 
+def test_a_replayed_request_that_plans_anew_is_not_called_exact_and_leaves_all_its_blocks(world: World) -> None:
+    """Its first tokens came of the replay; what it computes anew from row 0 is a cold run's."""
+    shared = text(5, 400)
+    world.ask(shared, n=1)
+    world.lose_windows(shared)
+    prompt = [*shared, *text(6, 150)]
+    with world.engine(num_slots=7) as engine:
+        crowd(engine, prompt, greedy(150))
+        assert engine.flush(60.0)
+        world.evict(shared, keep=0)
+        output = finish(engine)["younger"]
+        assert engine.flush(60.0)
+    assert output.report.reason is Reason.SWA_MISS
+    assert not output.report.exact
+    keys = chain_keys(NS, [*prompt, *output.tokens])
+    assert [world.blocks()[key][0] for key in keys[:5]] == [Origin.EXACT] * 5
+    world.close()
+
+
 def test_requests_share_the_slots_of_a_common_prefix(world: World) -> None:
     shared = text(0, 512)
     world.ask([*shared, 1], n=1)
@@ -589,6 +609,29 @@ def test_more_requests_than_slots_are_served_in_turn(world: World) -> None:
 # The caller
 
 
+def test_a_callback_that_raises_keeps_no_token_from_the_others(world: World) -> None:
+    heard: list[int] = []
+
+    def gone(handle: Handle, _: int) -> None:
+        raise RuntimeError(f"the client of {handle.request_id} is gone")
+
+    with world.engine() as engine:
+        engine.submit(text(2, 50), ns=NS, sampling=greedy(6), request_id="A", on_token=gone)
+        engine.submit(
+            text(3, 50), ns=NS, sampling=greedy(6), request_id="B", on_token=lambda _, token: heard.append(token)
+        )
+        done: list[Output] = []
+        told = 0
+        while len(done) < 2:
+            try:
+                done += engine.step()
+            except RuntimeError:
+                told += 1
+    assert told == 6
+    assert heard == list(cold_output(text(3, 50), 6).tokens)
+    world.close()
+
+
 def test_cancelling_gives_everything_back_at_any_time(world: World) -> None:
     tokens = text(1, 600)
     world.ask(tokens, n=1)
@@ -611,6 +654,48 @@ def test_cancelling_gives_everything_back_at_any_time(world: World) -> None:
         engine.check_integrity()
         assert engine.stats().free_slots == 64
         assert serve(engine, tokens)[0].tokens == cold_output(tokens).tokens
+    world.close()
+
+
+def test_a_request_id_sent_again_is_not_answered_by_the_load_of_the_cancelled_one(world: World) -> None:
+    tokens, other = text(1, 600), text(3, 300)
+    world.ask(tokens, n=1)
+    released = threading.Event()
+    world.backend.inject(Stall(kind="read", until=released))
+    with world.engine() as engine:
+        first = engine.submit(tokens, ns=NS, sampling=greedy(4), request_id="B")
+        engine.submit(text(2, 50), ns=NS, sampling=greedy(20), request_id="A")
+        while not engine.stats().running:
+            engine.step()
+        engine.cancel(first)
+        engine.submit(other, ns=NS, sampling=greedy(4), request_id="B")
+        released.set()
+        done = [output for _ in range(40) for output in engine.step()]
+        assert engine.stats().waiting == 0
+    served = {output.handle.request_id: output for output in done if output.finish == "length"}
+    assert served["B"].report.prompt_tokens == 300
+    assert served["B"].tokens == cold_output(other).tokens
+    world.close()
+
+
+def test_a_load_that_ends_after_the_engine_gives_back_what_it_brings(world: World) -> None:
+    tokens = text(1, 600)
+    world.ask(tokens, n=1)
+    released = threading.Event()
+    world.backend.inject(Stall(kind="read", until=released))
+    with world.engine() as engine:
+        engine.submit(tokens, ns=NS, sampling=greedy(4))
+        engine.submit(text(2, 50), ns=NS, sampling=greedy(20))
+        while not engine.stats().running:
+            engine.step()
+        (late,) = engine._loads
+        engine.close(0.0)
+        assert world.store.windows.stats().leased == 1
+        released.set()
+        wait([late])
+        while world.store.windows.stats().leased:  # `wait` may return before the callbacks have run
+            pass
+        assert engine.stats().free_slots == 64
     world.close()
 
 
@@ -727,20 +812,13 @@ def test_what_cannot_be_served_is_refused_at_once(world: World, prompt: list[int
     world.close()
 
 
-def test_an_unknown_traffic_class_raises_and_leaves_the_others(world: World) -> None:
+def test_an_unknown_traffic_class_is_refused_at_once(world: World) -> None:
     with world.engine() as engine:
         engine.submit(text(1, 50), ns=NS, sampling=greedy(4))
-        engine.submit(text(2, 50), ns=NS, sampling=greedy(4), traffic="agnet")
-        done: list[Output] = []
-
-        def all_steps() -> None:
-            while engine.stats().running or engine.stats().waiting:
-                done.extend(engine.step())
-
         with pytest.raises(UsageError, match="agent"):
-            all_steps()
-        all_steps()
-        assert [output.tokens for output in done] == [cold_output(text(1, 50)).tokens]
+            engine.submit(text(2, 50), ns=NS, sampling=greedy(4), traffic="agnet")
+        (output,) = finish(engine).values()
+    assert output.tokens == cold_output(text(1, 50)).tokens
     world.close()
 
 

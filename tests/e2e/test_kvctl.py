@@ -545,12 +545,17 @@ def spawn(*args: object, caps: bool = True, **pipes: int) -> subprocess.Popen[st
     command = [sys.executable, "-c", "from duokv.tools.kvctl import main; main()", *map(str, args)]
     return subprocess.Popen(
         command, text=True, stdout=pipes.get("stdout", subprocess.PIPE), stderr=subprocess.PIPE,
-        preexec_fn=None if caps else give_up_root, env=without_settings(os.environ),  # noqa: PLW1509
+        preexec_fn=heed_interrupts if caps else give_up_root, env=without_settings(os.environ),  # noqa: PLW1509
     )  # fmt: skip
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("DUOKV_")}
+
+
+def heed_interrupts() -> None:
+    """As a command at a terminal does: tests that run in the background inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def give_up_root() -> None:

@@ -48,7 +48,7 @@ def test_the_quick_figures_of_the_shipped_weights(
 
 
 def comparison(kl: float) -> Comparison:
-    return Comparison(1.5, 1.5 + kl, kl, 0.001, kl, 0.9, 3)
+    return Comparison(1.5, 1.5 + kl, kl, 0.001, kl, 0.9, kl == 0, 3)
 
 
 COST = ReplayCost(
@@ -64,10 +64,11 @@ COST = ReplayCost(
             Case("earlier", 1): comparison(0.01),
             Case("earlier", 16): comparison(0.02),
         },
-        8192: {Case("replay", 128): comparison(0.2)},
+        16384: {Case("replay", 128): comparison(0.2), Case("replay", EXACT): comparison(0.0)},
     },
     first_token={way: FirstToken(8192, 1000.0, 1.0) for way in WAYS},
-    exact_bit_equal=True,
+    joined_above=8192,
+    command="python -m duokv.bench.replay_cost",
 )
 
 
@@ -76,10 +77,11 @@ def test_the_report_says_what_was_found(tmp_path: Path) -> None:
     write_report(path, COST)
     text = path.read_text()
     assert "adds +0.0004 bits per byte, within the 0.001 aimed at" in text
-    assert "## Context of 8,192 tokens, beyond the trained length" in text
+    assert "## Context of 16,384 tokens, beyond the trained length\n\nThese texts are joined" in text
     assert "## Context of 4,096 tokens\n" in text
     assert "| exact: a window per layer | 0.7500 | +0.0000 |" in text
-    assert "equals the cold run bit for bit" in text
+    assert "An exact replay equals the cold run, made from row 0, bit for bit on every text." in text
+    assert "Made by `python -m duokv.bench.replay_cost` on" in text
     assert "![plots](REPLAY.svg)" in text
     svg = (tmp_path / "REPLAY.svg").read_bytes()
     assert svg.startswith(b"<?xml")

@@ -62,7 +62,16 @@ def test_more_rows_come_closer_and_enough_are_exact(subject: TinySubject) -> Non
     found = [subject.run(Case("replay", span)).kl_bits for span in (0, 64, 256, EXACT)]
     assert found[0] > found[1] > found[2] > found[3]
     assert abs(found[3]) < 1e-7
-    assert subject.exact_is_equal()
+    assert subject.run(Case("replay", EXACT)).equal
+    assert not subject.run(Case("replay", 256)).equal
+
+
+def test_an_exact_replay_of_too_few_rows_is_not_called_equal(
+    subject: TinySubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it is compared with is made from row 0, by no means that it uses itself."""
+    monkeypatch.setattr(subject, "_encoder_reach", 128)
+    assert not subject.run(Case("replay", EXACT)).equal
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
@@ -112,10 +121,11 @@ def test_scores_are_right_for_known_distributions() -> None:
 
 
 def test_comparisons_average_texts_and_know_their_error() -> None:
-    found = Comparison.of([Scored(1.0, 1.1, 0.2, 1.0), Scored(2.0, 2.3, 0.4, 0.5)])
+    found = Comparison.of([Scored(1.0, 1.1, 0.2, 1.0, True), Scored(2.0, 2.3, 0.4, 0.5, False)])
     assert found.excess_bits == pytest.approx(0.2)
     assert found.error_bits == pytest.approx(0.1)
     assert found.agreement == 0.75
+    assert not found.equal
 
 
 def test_texts_do_not_overlap_and_start_with_bos() -> None:
@@ -130,10 +140,7 @@ def test_every_case_is_carried_out_on_every_text() -> None:
             self.tokens = tokens
 
         def run(self, case: Case) -> Scored:
-            return Scored(float(self.tokens[1]), float(case.amount), 0.0, 1.0)
-
-        def exact_is_equal(self) -> bool:
-            return True
+            return Scored(float(self.tokens[1]), float(case.amount), 0.0, 1.0, False)
 
     cases = [Case("replay", 1), Case("earlier", 2)]
     ticks: list[None] = []
@@ -146,4 +153,4 @@ def test_every_case_is_carried_out_on_every_text() -> None:
 
 
 def test_one_text_has_no_error() -> None:
-    assert math.isnan(Comparison.of([Scored(1.0, 1.0, 0.0, 1.0)]).error_bits)
+    assert math.isnan(Comparison.of([Scored(1.0, 1.0, 0.0, 1.0, True)]).error_bits)

@@ -171,12 +171,12 @@ def test_an_approximate_live_block_never_stands_in_for_an_exact_stored_one(exact
     keys = [b"a", b"b"]
     slots = live.allocate(2)
     live.share(keys, [LiveBlock(slots[0], True), LiveBlock(slots[1], exact)])
-    assert len(live.hold(keys, exact=2)) == 1 + exact
+    assert len(live.hold(keys, exact_blocks=2)) == 1 + exact
     live.release(slots[: 1 + exact])
-    assert [block.exact for block in live.hold(keys, exact=0)] == [True, exact]
+    assert [block.exact for block in live.hold(keys, exact_blocks=0)] == [True, exact]
     live.release(slots)
     live.release(slots)
-    assert live.hold(keys, exact=0) == [], "a block is shared only while somebody holds its slot"
+    assert live.hold(keys, exact_blocks=0) == [], "a block is shared only while somebody holds its slot"
     live.check_integrity([])
 
 
@@ -186,7 +186,7 @@ def test_an_exact_block_takes_the_place_of_an_approximate_one() -> None:
     live.share([b"a"], [LiveBlock(old, False)])
     live.share([b"a"], [LiveBlock(new, True)])
     live.share([b"a"], [LiveBlock(old, False)])
-    assert live.hold([b"a"], exact=1) == [LiveBlock(new, True)]
+    assert live.hold([b"a"], exact_blocks=1) == [LiveBlock(new, True)]
     live.release([old, new])
     assert live.live_run([b"a"]) == 1
     live.check_integrity([new])
