@@ -19,7 +19,7 @@ from duokv.kvstore.compaction import Compactor
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Degraded, Event, StoreFailed
-from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
+from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, stamp_of
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, is_approx
 from duokv.kvstore.keys import KEY_BYTES
@@ -27,6 +27,7 @@ from duokv.kvstore.lives import LifeCache, Stamps
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, Policy
 from duokv.kvstore.policybook import PolicyBook
+from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
@@ -48,10 +49,14 @@ STAGING_BLOCKS = 32
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where a commit's bytes come from: `fill(block, row)` copies block `block`'s payload into the head of a slot."""
+    """Where a commit's bytes come from: `fill(block, row)` copies block `block`'s payload into the head of a slot.
+
+    written: told (place, first block, rows) of slots that were written and not published yet.
+    """
 
     fill: Callable[[int, Row], None]
     identity: Callable[[int], BlockIdentity]
+    written: Callable[[int, int, Rows], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +241,7 @@ class BlockStore:
                         self._codec.seal(row, payload.identity(block + at + i), origin, class_id, stored_at)
                     try:
                         piece.writer.write(piece.slot + at, rows.reshape(-1).data)
+                        payload.written(place_of(piece.writer.number, piece.slot + at), block + at, rows)
                         if self._config.fsync == "always" and at + len(rows) == piece.count:
                             piece.writer.sync()
                     except OSError as error:

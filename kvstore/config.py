@@ -44,6 +44,7 @@ _AT_LEAST: Mapping[str, int] = {
     "read_threads": 1,
     "read_deadline_s": 0,
     "buffer_bytes": 1,
+    "cache_bytes": 0,
     "use_flush_s": 0,
     "maintenance_interval_s": 0,
     "index_map_bytes": 1 << 20,
@@ -64,6 +65,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     read_threads: threads that wait on the backend; default 4.
     read_deadline_s: seconds after which a read is a miss, unless the caller says otherwise; default 1.
     buffer_bytes: cap of the pool of aligned rows lent to callers; default 256 MiB.
+    cache_bytes: host memory for verified copies of blocks, committed at open; default 0 keeps none.
     use_flush_s: seconds uses may stay in memory only; default 1, 0 writes each at once.
     maintenance_interval_s: seconds between background passes (expiry, reclaim); default 1, 0 leaves them to the caller.
     index_path: directory of the index, on a local disk; None (default) is beside the data.
@@ -84,6 +86,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     read_threads: int = 4
     read_deadline_s: float = 1.0
     buffer_bytes: int = 256 << 20
+    cache_bytes: int = 0
     use_flush_s: float = 1.0
     maintenance_interval_s: float = 1.0
     index_path: str | None = None
@@ -273,6 +276,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "read_threads": _count,
     "read_deadline_s": _seconds,
     "buffer_bytes": _size,
+    "cache_bytes": _size,
     "use_flush_s": _seconds,
     "maintenance_interval_s": _seconds,
     "index_path": _text,

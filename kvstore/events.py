@@ -51,12 +51,17 @@ class StoreFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksLoaded(Event):
-    """Verified blocks reached the caller: `loaded` of `wanted`, the rest is a miss for `reason`."""
+    """Verified blocks reached the caller: `loaded` of `wanted`, the rest is a miss for `reason`.
+
+    bytes_read: of those read from the backend. cached, bytes_cached: those that were copied from the block cache.
+    """
 
     loaded: int
     wanted: int
     bytes_read: int
     reason: str | None
+    cached: int = 0
+    bytes_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

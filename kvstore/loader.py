@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import lmdb
 
+from duokv.kvstore.blockcache import BlockCache
 from duokv.kvstore.blockstore import BlockStore
 from duokv.kvstore.buffers import Lent
 from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Degraded, Event
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.index import Index
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.reader import LATE, BlockReader, Rows, Span, is_unreadable, plan_reads
+from duokv.kvstore.reader import LATE, BlockReader, Copies, Rows, Span, is_unreadable, plan_reads
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
 
 MAX_OP_BYTES = 4 << 20
 """Bytes of one read: large enough for the device, small enough that verification overlaps the reads after it."""
+MAX_COPY_BYTES = 32 << 20
+"""Bytes of one copy from memory: a load cannot be late by more than one takes, some milliseconds."""
 _CUT = "cut"
 """Why a block is missed that has left the index since it was looked up."""
 
@@ -42,26 +46,30 @@ class BlockLoader:
     """Thread-safe."""
 
     def __init__(
-        self, *, index: Index, blocks: BlockStore, reader: BlockReader, codec: BlockCodec, emit: Callable[[Event], None]
-    ) -> None:
+        self, *, index: Index, blocks: BlockStore, reader: BlockReader, cache: BlockCache, codec: BlockCodec,
+        emit: Callable[[Event], None],
+    ) -> None:  # fmt: skip
         self._index = index
         self._blocks = blocks
         self._reader = reader
+        self._cache = cache
         self._codec = codec
         self._emit = emit
         self._max_slots = max(1, MAX_OP_BYTES // codec.slot_bytes)
+        self._max_copied = max(1, MAX_COPY_BYTES // codec.slot_bytes)
 
     def stream(self, wanted: Wanted, rows: Rows, lent: Lent, deadline_s: float) -> Iterator[int]:
         """Yield how many leading rows hold verified blocks, each time that grows. Row 0 is block `wanted.first`."""
         total = wanted.blocks - wanted.first
         until = self._reader.after(deadline_s)
-        lead, reason, spans = 0, None, wanted.spans
+        lead, cached, reason, spans = 0, 0, None, wanted.spans
         try:
             for attempt in range(2):
-                for grown, reason in self._pass(wanted, spans, rows, lead, lent, until):
+                before, warm = lead, cached
+                for grown, held, reason in self._pass(wanted, spans, rows, before, lent, until):
                     if reason is None:
                         yield grown
-                    lead = grown
+                    lead, cached = grown, warm + held
                 if reason is None or reason == LATE:
                     break
                 spans, reason = self._settle(wanted, spans, wanted.first + lead, reason)
@@ -72,33 +80,54 @@ class BlockLoader:
             self._emit(Degraded("index", f"load failed: {error}"))
         if reason is None and lead < total:
             reason = _CUT
-        self._emit(BlocksLoaded(lead, total, lead * self._codec.slot_bytes, reason))
+        slot_bytes = self._codec.slot_bytes
+        self._emit(BlocksLoaded(lead, total, (lead - cached) * slot_bytes, reason, cached, cached * slot_bytes))
 
     def _pass(
         self, wanted: Wanted, spans: tuple[Span, ...], rows: Rows, lead: int, lent: Lent, until: float
-    ) -> Iterator[tuple[int, str | None]]:
+    ) -> Iterator[tuple[int, int, str | None]]:
+        """Yield (leading rows, how many of them beyond `lead` came from the cache, why the next one failed or None)."""
         base = wanted.first + lead
-        reads = plan_reads(_from(spans, base), max_slots=self._max_slots)
+        rest = _from(spans, base)
+        with self._cache.borrow(wanted.blob[base * KEY_BYTES :], rest) as loan:
+            reads = plan_reads(loan.missing(rest), max_slots=self._max_slots)
+            names = self._names(reads) if reads else {}
+            # A segment the index no longer knows ends the lead there.
+            known = tuple(itertools.takewhile(lambda span: span.segment in names, reads))
+            end = reads[len(known)].block if len(known) < len(reads) else sum(span.count for span in rest)
 
-        def check(row_at: int, row: Row) -> str | None:
-            return self._codec.mismatch(row, wanted.identity(base + row_at))
+            def check(row_at: int, row: Row) -> str | None:
+                reason = self._codec.mismatch(row, wanted.identity(base + row_at))
+                if reason is None:
+                    loan.keep(row_at, row)
+                return reason
 
+            steps = self._reader.fetch(
+                known, rows[lead:], name_of=names.__getitem__, check=check, lent=lent, until=until,
+                copies=Copies(loan.runs(until=end, max_rows=self._rows_per_copy(end)), loan.copy),
+            )  # fmt: skip
+            with closing(steps):
+                for grown, reason in steps:
+                    yield lead + grown, loan.held(grown), reason
+                    if reason is not None:
+                        return
+            if len(known) < len(reads):
+                yield lead + end, loan.held(end), "ENOENT"
+
+    def _rows_per_copy(self, rows: int) -> int:
+        """Copies are few, since each costs some microseconds beside its bytes, and as many for each thread."""
+        threads = self._reader.threads
+        rounds = -(-rows // (self._max_copied * threads))
+        return max(self._max_slots, -(-rows // (max(1, rounds) * threads)))
+
+    def _names(self, reads: Sequence[Span]) -> dict[int, str]:
+        """The files of those segments of a plan that the index knows."""
         with self._index.read() as txn:
-            names = {
+            return {
                 number: info.name(number)
                 for number in {span.segment for span in reads}
                 if (info := txn.segment(number)) is not None
             }
-        # A segment the index no longer knows ends the lead there.
-        known = tuple(itertools.takewhile(lambda span: span.segment in names, reads))
-        for grown, reason in self._reader.fetch(
-            known, rows[lead:], name_of=names.__getitem__, check=check, lent=lent, until=until
-        ):
-            yield lead + grown, reason
-            if reason is not None:
-                return
-        if len(known) < len(reads):
-            yield base - wanted.first + reads[len(known)].block, "ENOENT"
 
     def _settle(self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str) -> tuple[tuple[Span, ...], str]:
         """Decide what a failed row means: new places if the block moved, else none, and why it is a miss."""

@@ -58,7 +58,8 @@ def _tokens_and_blocks(
 ) -> list[tuple[str, int]]:
     if isinstance(event, ev.BlocksLoaded):
         missed = [(f'load_misses{{reason="{event.reason}"}}', event.wanted - event.loaded)] if event.reason else []
-        return [("blocks_loaded", event.loaded), ("bytes_read", event.bytes_read), *missed]
+        cached = [("blocks_cached", event.cached), ("bytes_cached", event.bytes_cached)] if event.cached else []
+        return [("blocks_loaded", event.loaded), ("bytes_read", event.bytes_read), *cached, *missed]
     label = f'class="{event.traffic}"'
     if isinstance(event, ev.RequestServed):
         parts = ("swa_hit", "block_hit", "replayed", "computed")

@@ -1,7 +1,8 @@
 """Reads blocks into the caller's rows and verifies each one, within a deadline.
 
 A backend call cannot be taken back, so reads run on threads of the reader's own: when the deadline passes the caller
-goes on, and the memory of a read still under way is held until that read ends.
+goes on, and the memory of a read still under way is held until that read ends. Blocks that are in memory already are
+copied by the caller itself meanwhile, so that they depend on no thread that a backend may hold up; idle threads help.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import errno
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -60,26 +63,76 @@ def is_unreadable(reason: str) -> bool:
     return reason in _ERRNOS or reason.startswith(_RAISED)
 
 
-class _Job:
-    """One load: its reads, what came of each block, and the memory it must keep while a read is under way."""
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Blocks to copy from memory: `copy(first, rows)` fills rows with the blocks from `first` on, on any thread.
 
-    def __init__(self, rows: Rows, check: Callable[[int, Row], str | None], lent: Lent, reads: int) -> None:
+    runs: (first block, blocks), rising; each is one copy.
+    """
+
+    runs: Sequence[tuple[int, int]]
+    copy: Callable[[int, Rows], None]
+
+
+class _Job:
+    """One load: its reads and copies, what came of each block, and the memory it must keep while a read is under way.
+
+    done: first block of a read or copy, and why each of its blocks failed or None.
+    """
+
+    def __init__(
+        self, rows: Rows, check: Callable[[int, Row], str | None], lent: Lent, reads: int, copies: Copies | None
+    ) -> None:
         self.rows = rows
         self.check = check
-        self.done: queue.SimpleQueue[tuple[Span, list[str | None]]] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[int, list[str | None]]] = queue.SimpleQueue()
         self.ended = threading.Event()
         self.cancelled = False
-        self._memory = lent.retain()
+        # Only a read may outlive its caller.
+        self._memory = lent.retain() if reads else None
         self._left = reads
         self._lock = threading.Lock()
+        self._copies = copies
+        self._runs = deque(copies.runs if copies else ())
+        self._copying = 0
+        self._copied = threading.Condition(self._lock)
+        if not reads:
+            self.ended.set()
 
     def finished_one(self) -> None:
         with self._lock:
             self._left -= 1
             last = self._left == 0
-        if last:
+        if last and self._memory is not None:
             self._memory.release()
             self.ended.set()
+
+    def copy_one(self) -> bool:
+        """Make the next copy; False if none is left."""
+        with self._lock:
+            if not self._runs or self._copies is None:
+                return False
+            first, count = self._runs.popleft()
+            self._copying += 1
+        try:
+            self._copies.copy(first, self.rows[first : first + count])
+            self.done.put((first, [None] * count))
+        finally:
+            with self._copied:
+                self._copying -= 1
+                self._copied.notify_all()
+        return True
+
+    def help_copying(self) -> None:
+        """Copy as long as there is something to copy."""
+        while self.copy_one():
+            pass
+
+    def end_copies(self) -> None:
+        """Begin none any more, and wait for those under way: a copy from memory does not hang."""
+        with self._copied:
+            self._runs.clear()
+            self._copied.wait_for(lambda: self._copying == 0)
 
 
 class BlockReader:
@@ -89,8 +142,9 @@ class BlockReader:
         self._backend = backend
         self._slot_bytes = slot_bytes
         self._monotonic = monotonic
-        self._queue: queue.SimpleQueue[tuple[_Job, Span, str, float] | None] = queue.SimpleQueue()
-        self._threads = max(1, min(threads, backend.concurrency))
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.threads = max(1, min(threads, backend.concurrency))
+        """How many read at a time; as many copy, one of them the caller's."""
         self._started: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._abandoned: list[_Job] = []
@@ -109,32 +163,33 @@ class BlockReader:
         check: Callable[[int, Row], str | None],
         lent: Lent,
         until: float,
-    ) -> Iterator[tuple[int, str | None]]:
+        copies: Copies | None = None,
+    ) -> Generator[tuple[int, str | None], None, None]:
         """Yield (leading verified blocks, why the next one failed or None) whenever the lead grows, and at the end.
 
-        `rows[i]` receives block i of the plan (`Span.block`); `check(i, row)` says why a row is not that block.
-        `lent` owns the rows' memory. until: see `after`.
+        `rows[i]` receives block i of the plan, which `reads` and `copies` cover together; `check(i, row)` says why a
+        row that was read is not that block. `lent` owns the rows' memory. until: see `after`. No copy is under way any
+        more when this ends, but a read may be.
         """
-        if not reads:
+        runs = copies.runs if copies else ()
+        if not reads and not runs:
             return
         if not self._undisturbed(rows, until):
             yield 0, LATE
             return
-        self._start()
-        job = _Job(rows, check, lent, len(reads))
-        for span in reads:
-            self._queue.put((job, span, name_of(span.segment), until))
-        blocks = sum(span.count for span in reads)
+        job = _Job(rows, check, lent, len(reads), copies)
+        self._hand_out(job, reads, len(runs), name_of, until)
+        blocks = sum(span.count for span in reads) + sum(count for _, count in runs)
         outcome: list[str | None] = ["pending"] * blocks
         lead = 0
         try:
-            for _ in reads:
+            for _ in range(len(reads) + len(runs)):
                 try:
-                    span, reasons = job.done.get(timeout=max(0.0, until - self._monotonic()))
+                    first, reasons = self._next(job, until)
                 except queue.Empty:
                     yield lead, LATE
                     return
-                outcome[span.block : span.block + span.count] = reasons
+                outcome[first : first + len(reasons)] = reasons
                 grown = lead
                 while grown < blocks and outcome[grown] is None:
                     grown += 1
@@ -147,9 +202,28 @@ class BlockReader:
                 yield lead, outcome[lead]
         finally:
             job.cancelled = True
+            job.end_copies()
             if not job.ended.is_set():
                 with self._lock:
                     self._abandoned.append(job)
+
+    def _hand_out(
+        self, job: _Job, reads: Sequence[Span], runs: int, name_of: Callable[[int], str], until: float
+    ) -> None:
+        """Give a job to the threads: its reads, then what those without one may help to copy."""
+        helpers = min(self.threads, runs) - 1 if self._queue.empty() else 0
+        if reads or helpers > 0:
+            self._start()
+        for span in reads:
+            self._queue.put(partial(self._serve, job, span, name_of(span.segment), until))
+        for _ in range(helpers):
+            self._queue.put(job.help_copying)
+
+    def _next(self, job: _Job, until: float) -> tuple[int, list[str | None]]:
+        """What came of one more read or copy, copying rather than waiting; queue.Empty when it is too late."""
+        if job.done.empty() and until > self._monotonic() and job.copy_one():
+            return job.done.get_nowait()
+        return job.done.get(timeout=max(0.0, until - self._monotonic()))
 
     def _undisturbed(self, rows: Rows, until: float) -> bool:
         """Wait for late reads of earlier jobs into the same memory: they would overwrite what was verified since."""
@@ -164,24 +238,26 @@ class BlockReader:
             self._queue.put(None)
 
     def _start(self) -> None:
-        if len(self._started) < self._threads:
+        if len(self._started) < self.threads:
             with self._lock:
-                while len(self._started) < self._threads:
+                while len(self._started) < self.threads:
                     thread = threading.Thread(target=self._work, name="duokv-read", daemon=True)
                     thread.start()
                     self._started.append(thread)
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            job, span, name, until = item
-            try:
-                reasons = [LATE] * span.count if job.cancelled else self._read(job, span, name, until)
-            except Exception as error:  # noqa: BLE001  a backend's fault is that read's miss, never the thread's end
-                reasons = [f"{_RAISED} {error!r}"] * span.count
-            # In this order: who has seen all of a job's reads may use its memory at once.
-            job.finished_one()
-            job.done.put((span, list(reasons)))
-            del job, item
+        while (task := self._queue.get()) is not None:
+            task()
+            del task
+
+    def _serve(self, job: _Job, span: Span, name: str, until: float) -> None:
+        try:
+            reasons = [LATE] * span.count if job.cancelled else self._read(job, span, name, until)
+        except Exception as error:  # noqa: BLE001  a backend's fault is that read's miss, never the thread's end
+            reasons = [f"{_RAISED} {error!r}"] * span.count
+        # In this order: who has seen all of a job's reads may use its memory at once.
+        job.finished_one()
+        job.done.put((span.block, list(reasons)))
 
     def _read(self, job: _Job, span: Span, name: str, until: float) -> list[str | None]:
         rows = job.rows[span.block : span.block + span.count]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from duokv.kvstore.backend import Backend, Lock
+from duokv.kvstore.blockcache import BlockCache, CacheStats
 from duokv.kvstore.blockstore import BlockStore, Payload
 from duokv.kvstore.buffers import BufferPool, Lent
 from duokv.kvstore.clock import Clock
@@ -99,6 +100,7 @@ class StoreStats:
     segments: int
     physical_bytes: int
     index_bytes: int
+    cache: CacheStats
     windows: SwaStats
     counts: dict[str, int]
 
@@ -135,8 +137,9 @@ class KVStore:
         self._reader = BlockReader(
             backend, threads=config.read_threads, slot_bytes=geometry.slot_bytes, monotonic=Clock().monotonic
         )
+        self.cache = BlockCache(capacity_bytes=config.cache_bytes, slot_bytes=geometry.slot_bytes)
         self._loader = BlockLoader(
-            index=index, blocks=self.blocks, reader=self._reader, codec=self._codec, emit=events.emit
+            index=index, blocks=self.blocks, reader=self._reader, cache=self.cache, codec=self._codec, emit=events.emit
         )
         # A geometry without SWA state keeps no windows.
         self.windows = SwaArena(
@@ -251,9 +254,12 @@ class KVStore:
         def fill(block: int, row: Row) -> None:
             row[:payload_bytes] = sources[block - first_block]
 
-        payload = Payload(fill, functools.partial(_identity, root, blob, ids))
         given_up = self.blocks.space.given_up
-        done = self.blocks.commit(blob, total, traffic, first=first_block, payload=payload, origin=origin)
+        with self.cache.intake() as intake:
+            payload = Payload(fill, functools.partial(_identity, root, blob, ids), functools.partial(intake.copy, blob))
+            done = self.blocks.commit(blob, total, traffic, first=first_block, payload=payload, origin=origin)
+            if done.new:
+                intake.publish()
         return Commit(done.new, done.present, done.dropped, functools.partial(self._wait_durable, given_up))
 
     def _wait_durable(self, given_up: int) -> None:
@@ -310,8 +316,9 @@ class KVStore:
             physical, live = txn.totals()
             extents, segments = txn.count_extents(), len(txn.segments())
         return StoreStats(
-            live, extents, segments, physical, self._index.file_bytes(), self.windows.stats(), self.counters.snapshot()
-        )
+            live, extents, segments, physical, self._index.file_bytes(), self.cache.stats(), self.windows.stats(),
+            self.counters.snapshot(),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Persist uses, seal segments, checkpoint lives, release locks; idempotent. SWA windows are gone."""

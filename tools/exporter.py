@@ -31,6 +31,8 @@ class StoreCollector(Collector):
             "segments": stats.segments,
             "physical_bytes": stats.physical_bytes,
             "index_bytes": stats.index_bytes,
+            "cached_blocks": stats.cache.blocks,
+            "cache_bytes": stats.cache.used_bytes,
             "windows": stats.windows.windows,
             "window_bytes": stats.windows.used_bytes,
         }

@@ -56,6 +56,8 @@ FIXED = (
 PATHS = [
     path[:n] for path in [(0,) * 8, (0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 0, 1, 1), (2, 2)] for n in range(len(path) + 1)
 ]
+CACHED = (0, 3, 40)
+"""Rows of the block cache: none, less than a prompt has, more than there are blocks."""
 paths = st.sampled_from(sorted(set(PATHS)))
 classes = st.sampled_from(["brief", "long", "keep", None])
 origins = st.sampled_from(list(Origin))
@@ -69,9 +71,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     policies: tuple[Policy, ...] = POLICIES
 
-    @initialize(capacity=st.sampled_from([None, 4, 9]), flush_s=st.sampled_from([0.0, 1.0, 1e6]))
-    def open(self, capacity: int | None, flush_s: float) -> None:
-        self.begin(config(capacity_blocks=capacity, use_flush_s=flush_s), exact=True)
+    @initialize(
+        capacity=st.sampled_from([None, 4, 9]), flush_s=st.sampled_from([0.0, 1.0, 1e6]), cached=st.sampled_from(CACHED)
+    )
+    def open(self, capacity: int | None, flush_s: float, cached: int) -> None:
+        settings = config(capacity_blocks=capacity, use_flush_s=flush_s, cache_bytes=cached * SLOT)
+        self.begin(settings, exact=True)
 
     def begin(self, settings: StoreConfig, *, exact: bool) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="duokv-test-"))
@@ -238,9 +243,15 @@ class ByBytes(StoreMachine):
 
     policies = (*POLICIES, *FIXED)
 
-    @initialize(slots=st.integers(12, 40), flush_s=st.sampled_from([0.0, 1.0, 1e6]), ahead=st.integers(1, 6))
-    def open(self, slots: int, flush_s: float, ahead: int) -> None:
-        self.begin(config(capacity=slots * SLOT, use_flush_s=flush_s, preallocate_bytes=ahead * SLOT), exact=False)
+    @initialize(
+        slots=st.integers(12, 40), flush_s=st.sampled_from([0.0, 1.0, 1e6]), ahead=st.integers(1, 6),
+        cached=st.sampled_from(CACHED),
+    )  # fmt: skip
+    def open(self, slots: int, flush_s: float, ahead: int, cached: int) -> None:
+        settings = config(
+            capacity=slots * SLOT, use_flush_s=flush_s, preallocate_bytes=ahead * SLOT, cache_bytes=cached * SLOT
+        )
+        self.begin(settings, exact=False)
 
     @invariant()
     def capacity_is_physical(self) -> None:

@@ -38,6 +38,7 @@ def test_nothing_given_is_the_documented_default() -> None:
     assert config.seed_policy == Policy.standard()
     assert (config.capacity, config.segment_bytes, config.preallocate_bytes) == (None, 256 << 20, 8 << 20)
     assert (config.swa_bytes, config.swa_expiry_s, config.index_map_bytes) == (1 << 30, 180.0, 64 << 30)
+    assert (config.buffer_bytes, config.cache_bytes) == (256 << 20, 0)
 
 
 def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
@@ -55,6 +56,7 @@ def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
         read_threads = 8
         read_deadline_s = "500ms"
         buffer_bytes = "1GB"
+        cache_bytes = "2GiB"
         use_flush_s = "0s"
         maintenance_interval_s = "1m"
         index_path = "/ssd/index"
@@ -78,6 +80,7 @@ def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
         read_threads=8,
         read_deadline_s=0.5,
         buffer_bytes=10**9,
+        cache_bytes=2 << 30,
         use_flush_s=0.0,
         maintenance_interval_s=60.0,
         index_path="/ssd/index",
@@ -170,6 +173,8 @@ def test_refused_file_names_itself_the_key_and_the_way_out(tmp_path: Path, text:
         ("DUOKV_READ_THREADS", "four", "whole number"),
         ("DUOKV_SWA_EXPIRY", "1s", "'DUOKV_SWA_EXPIRY_S'"),
         ("DUOKV_CLASSES__AGENT", "3d", "'DUOKV_CLASSES__AGENT__TTL'"),
+        ("DUOKV_CACHE_BYTES", "4096", "unit"),
+        ("DUOKV_CACHE", "1GiB", "'DUOKV_CACHE_BYTES'"),
         ("DUOKV_", "1", "unknown variable"),
         ("DUOKV_DEFAULT_CLASS", "chta", "'chat'"),
     ],

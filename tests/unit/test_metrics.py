@@ -63,6 +63,10 @@ def test_each_token_of_a_request_is_counted_once_by_how_it_was_come_by(served: l
             ev.BlocksLoaded(1, 4, 4_096, "deadline"),
             {"blocks_loaded": 1, "bytes_read": 4_096, 'load_misses{reason="deadline"}': 3},
         ),
+        (
+            ev.BlocksLoaded(4, 4, 4_096, None, 3, 12_288),
+            {"blocks_loaded": 4, "bytes_read": 4_096, "blocks_cached": 3, "bytes_cached": 12_288},
+        ),
         (ev.StoreFailed("seg/a", "EIO"), {"store_failures": 1}),
         (ev.BlockQuarantined(b"k", "seg/a", 0, "checksum"), {"blocks_quarantined": 1}),
         (ev.BlocksEvicted(5, "expired"), {'blocks_evicted{reason="expired"}': 5}),
