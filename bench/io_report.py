@@ -1,0 +1,279 @@
+"""The figures of `duokv.bench.io` for people: tables for the terminal, a report in Markdown with a plot, and JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from duokv.bench.io_case import Case, Result
+from duokv.bench.io_limits import file_system
+from duokv.bench.lookup import LookupCost
+from duokv.kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_QUICK_HEADINGS = ("figure", "found", "low", "high", "aim", "")
+HEADINGS = ("", "store MB/s", "limit MB/s", "of limit", "low", "high")
+AIMS: Mapping[str, tuple[str, float]] = {
+    "cold_read_vs_device": ("least", 0.9),
+    "warm_read_vs_memcpy": ("least", 0.8),
+    "commit_vs_device": ("least", 0.8),
+    "write_amplification": ("most", 1.02),
+    "lookup_ms_77k": ("most", 0.6),
+    "open_s": ("most", 0.5),
+    "bytes_per_indexed_block": ("most", 40.0),
+}
+"""What the main figures are aimed to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it was measured. load: of the last minute, before and after."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    kernel: str
+    disk: str
+    python: str
+    load: tuple[float, ...]
+
+    @classmethod
+    def here(cls, folder: Path) -> Machine:
+        """This machine, and the file system that holds `folder`."""
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else platform.machine()
+        return cls(
+            cpu=cpu,
+            cores=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            kernel=f"{platform.system()} {platform.release()}",
+            disk=file_system(folder),
+            python=platform.python_version(),
+            load=(os.getloadavg()[0],),
+        )
+
+    def ended(self) -> Machine:
+        """The same with the load of now added."""
+        return replace(self, load=(*self.load, os.getloadavg()[0]))
+
+    def lines(self) -> list[str]:
+        """For people."""
+        load = " before, ".join(f"{one:.2f}" for one in self.load)
+        return [
+            f"{self.cpu}, {self.cores} cores, {self.memory_bytes / (1 << 30):.1f} GiB; {self.disk} on {self.kernel}; "
+            f"Python {self.python}",
+            f"load of a minute {load} after; every figure is a ratio to a limit of the same run",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Quick:
+    """The main figures' sources."""
+
+    cold: Result
+    warm: Result
+    commit: Result
+    lookup: LookupCost
+
+    def as_json(self) -> dict[str, float]:
+        """The main figures."""
+        return {
+            "cold_read_vs_device": round(self.cold.ratio, 4),
+            "warm_read_vs_memcpy": round(self.warm.ratio, 4),
+            "commit_vs_device": round(self.commit.ratio, 4),
+            "write_amplification": round(self.commit.amplification or 0.0, 5),
+            "lookup_ms_77k": round(self.lookup.lookup_ms, 4),
+            "open_s": round(self.lookup.open_s, 4),
+            "bytes_per_indexed_block": round(self.lookup.index_bytes_per_block, 2),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class IoReport:
+    """All that was measured: `groups` by what changes in them."""
+
+    machine: Machine
+    pairs: int
+    quick: Quick
+    groups: dict[str, list[Result]]
+
+    def as_json(self) -> dict[str, object]:
+        """The main figures alone if nothing else was measured; else them, the machine and every group's rows."""
+        if not self.groups:
+            return dict(self.quick.as_json())
+        return {
+            "machine": asdict(self.machine),
+            "pairs": self.pairs,
+            "main": self.quick.as_json(),
+            "groups": {title: [_as_json(one) for one in group] for title, group in self.groups.items()},
+        }
+
+
+def tables(report: IoReport) -> list[Table]:
+    """The figures as tables for a terminal."""
+    made = [_quick_table(report.quick)]
+    for title, group in report.groups.items():
+        table = Table(title=title, title_justify="left", caption=_limit(group), caption_justify="left")
+        for place, heading in enumerate(HEADINGS):
+            table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
+        for one in group:
+            table.add_row(*_row(one))
+        made.append(table)
+    return made
+
+
+def write_report(path: Path, report: IoReport) -> None:
+    """Write the figures to `path` in Markdown and their plot beside it, as the same name with .svg.
+
+    UsageError if matplotlib is missing or the folder cannot be written.
+    """
+    plot = path.with_suffix(".svg")
+    try:
+        _plot(plot, report)
+        path.write_text(_markdown(report, plot.name))
+    except ImportError as error:
+        raise UsageError(f"{plot}: plots need matplotlib ({error}); pip install 'duokv[tools]'") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error}); name a file in a folder of yours") from error
+
+
+def _quick_table(quick: Quick) -> Table:
+    table = Table(title="Main figures", title_justify="left", caption=_about(quick), caption_justify="left")
+    for place, heading in enumerate(_QUICK_HEADINGS):
+        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
+    for row in _quick_rows(quick):
+        table.add_row(*row)
+    return table
+
+
+def _quick_rows(quick: Quick) -> list[tuple[str, ...]]:
+    spreads = {
+        "cold_read_vs_device": quick.cold.ratios,
+        "warm_read_vs_memcpy": quick.warm.ratios,
+        "commit_vs_device": quick.commit.ratios,
+    }
+    rows: list[tuple[str, ...]] = []
+    for name, value in quick.as_json().items():
+        kind, aim = AIMS[name]
+        spread = spreads.get(name)
+        low, high = (f"{min(spread):.3f}", f"{max(spread):.3f}") if spread else ("", "")
+        verdict = "reached" if (value >= aim if kind == "least" else value <= aim) else "NOT reached"
+        rows.append((name, f"{value:,.3f}", low, high, f"at {kind} {aim:g}", verdict))
+    return rows
+
+
+def _about(quick: Quick) -> str:
+    return f"{_case(quick.cold.case)}; lookups of 77,000 tokens in an index of {quick.lookup.blocks:,} blocks"
+
+
+def _limit(group: list[Result]) -> str:
+    case = group[0].case
+    if case.action == "commit":
+        return "Limit: raw O_DIRECT write of the same bytes into an allocated file, with one fdatasync"
+    if case.source == "device":
+        return "Limit: raw O_DIRECT preadv of the same bytes, as many threads"
+    return "Limit: memcpy of the same bytes, as many threads"
+
+
+def _row(one: Result) -> tuple[str, ...]:
+    ratios = one.ratios
+    written = "" if one.amplification is None else f"; x{one.amplification:.4f} written"
+    return (
+        _case(one.case) + written,
+        f"{one.store_rate / 1e6:,.0f}",
+        f"{one.limit_rate / 1e6:,.0f}",
+        f"{one.ratio:.2f}",
+        f"{min(ratios):.2f}",
+        f"{max(ratios):.2f}",
+    )
+
+
+def _case(case: Case) -> str:
+    parts = [f"{case.blocks} x {case.slot_bytes:,} B"]
+    if case.threads != 1:
+        parts.append(f"{case.threads} threads")
+    if case.processes != 1:
+        parts.append(f"{case.processes} processes")
+    if case.index_blocks:
+        parts.append(f"{case.index_blocks:,} in the index")
+    return ", ".join(parts)
+
+
+def _as_json(one: Result) -> dict[str, object]:
+    return {
+        **asdict(one.case),
+        "store_s": [round(seconds, 6) for seconds in one.store_s],
+        "limit_s": [round(seconds, 6) for seconds in one.limit_s],
+        "ratio": round(one.ratio, 4),
+        "low": round(min(one.ratios), 4),
+        "high": round(max(one.ratios), 4),
+        "amplification": one.amplification,
+    }
+
+
+def _markdown(report: IoReport, plot: str) -> str:
+    parts = [
+        "# Speed of the store against the machine's limits",
+        f"Made by `python -m duokv.bench.io --write FILE` on {time.strftime('%Y-%m-%d', time.gmtime())}, "
+        f"{report.pairs} pairs a row.",
+        "\n".join(f"- {line}" for line in report.machine.lines()),
+        "`of limit` is the store's rate as a share of the limit's, which is measured before and after it in the same "
+        "folder with the same bytes and threads: the median of the pairs, `low` and `high` their ends. Loads verify "
+        "every block, commits return when power loss cannot undo them; the limits do neither. Cold loads go past the "
+        "page cache, or drop it first where they are called buffered.",
+        "## Main figures",
+        f"{_about(report.quick)}.",
+        _grid(_QUICK_HEADINGS, _quick_rows(report.quick)),
+        f"![plot]({plot})",
+    ]
+    for title, group in report.groups.items():
+        parts.append(f"## {title}")
+        parts.append(f"{_limit(group)}.")
+        parts.append(_grid(HEADINGS, [_row(one) for one in group]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _grid(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(headings) + " |", "|---|" + "---:|" * (len(headings) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+# -- plot ------------------------------------------------------------------------------------------------------------
+
+
+def _plot(path: Path, report: IoReport) -> None:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    # The same figures shall make the same file.
+    with mpl.rc_context({"svg.hashsalt": "duokv", "font.size": 8}):
+        rows = -(-len(report.groups) // 3)
+        figure = Figure(figsize=(12, 2.6 * rows), layout="constrained")
+        grid = figure.subplots(rows, 3, squeeze=False).reshape(-1)
+        for axes, (title, group) in zip(grid, report.groups.items(), strict=False):
+            _plot_group(axes, title, group)
+        for axes in grid[len(report.groups) :]:
+            axes.set_axis_off()
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _plot_group(axes: Axes, title: str, group: list[Result]) -> None:
+    places = range(len(group))
+    middles = [one.ratio for one in group]
+    below = [one.ratio - min(one.ratios) for one in group]
+    above = [max(one.ratios) - one.ratio for one in group]
+    axes.bar(places, middles, yerr=(below, above), capsize=3, width=0.6)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    names = [_case(one.case).replace(", ", "\n") for one in group]
+    axes.set_xticks(list(places), names, fontsize=6)
+    axes.set_title(title, fontsize=8)
+    axes.set_ylabel("of limit")
