@@ -30,8 +30,9 @@ from duokv.kvstore.policybook import PolicyBook
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.reclaimer import Freed
-from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
+from duokv.kvstore.record import BlockCodec
 from duokv.kvstore.space import Allocation, Space
+from duokv.kvstore.staging import Chunk, Payload, SlotsNotWritten, chunks_of, write_chunks
 from duokv.kvstore.walk import (
     CommitWalk,
     Found,
@@ -42,21 +43,6 @@ from duokv.kvstore.walk import (
     overlap,
     walk_for_commit,
 )
-
-STAGING_BLOCKS = 32
-"""Slots written per system call: large enough for the device, small enough to stay in cache between copy and write."""
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """Where a commit's bytes come from: `fill(block, row)` copies block `block`'s payload into the head of a slot.
-
-    written: told (place, first block, rows) of slots that were written and not published yet.
-    """
-
-    fill: Callable[[int, Row], None]
-    identity: Callable[[int], BlockIdentity]
-    written: Callable[[int, int, Rows], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,23 +218,26 @@ class BlockStore:
         self, pieces: list[tuple[Allocation, int]], payload: Payload, origin: Origin, class_id: int
     ) -> bool:
         stored_at = int(self._clock.wall())
-        with self._pool.lend(STAGING_BLOCKS, self._codec.slot_bytes) as staging:
-            for piece, block in pieces:
-                for at in range(0, piece.count, STAGING_BLOCKS):
-                    rows = staging.rows[: min(STAGING_BLOCKS, piece.count - at)]
-                    for i, row in enumerate(rows):
-                        payload.fill(block + at + i, row)
-                        self._codec.seal(row, payload.identity(block + at + i), origin, class_id, stored_at)
-                    try:
-                        piece.writer.write(piece.slot + at, rows.reshape(-1).data)
-                        payload.written(place_of(piece.writer.number, piece.slot + at), block + at, rows)
-                        if self._config.fsync == "always" and at + len(rows) == piece.count:
-                            piece.writer.sync()
-                    except OSError as error:
-                        self._emit(StoreFailed(piece.writer.name, str(error)))
-                        for writer in {piece.writer.number: piece.writer for piece, _ in pieces}.values():
-                            self.space.abandon(writer)
-                        return False
+
+        def fill(chunk: Chunk, rows: Rows) -> None:
+            for i, row in enumerate(rows):
+                payload.fill(chunk.block + i, row)
+                self._codec.seal(row, payload.identity(chunk.block + i), origin, class_id, stored_at)
+
+        def write(chunk: Chunk, rows: Rows) -> None:
+            chunk.writer.write(chunk.slot, rows.reshape(-1).data)
+            payload.written(place_of(chunk.writer.number, chunk.slot), chunk.block, rows)
+            if chunk.last and self._config.fsync == "always":
+                chunk.writer.sync()
+
+        chunks = [chunk for piece, block in pieces for chunk in chunks_of(piece.writer, piece.slot, block, piece.count)]
+        try:
+            write_chunks(chunks, self._pool, self._codec.slot_bytes, fill=fill, write=write)
+        except SlotsNotWritten as failure:
+            self._emit(StoreFailed(failure.chunk.writer.name, str(failure.reason)))
+            for writer in {piece.writer.number: piece.writer for piece, _ in pieces}.values():
+                self.space.abandon(writer)
+            return False
         return True
 
     def _replace(

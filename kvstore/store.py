@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from duokv.kvstore.backend import Backend, Lock
 from duokv.kvstore.blockcache import BlockCache, CacheStats
-from duokv.kvstore.blockstore import BlockStore, Payload
+from duokv.kvstore.blockstore import BlockStore
 from duokv.kvstore.buffers import BufferPool, Lent
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
@@ -43,6 +43,7 @@ from duokv.kvstore.origin import Origin
 from duokv.kvstore.reader import BlockReader, Rows
 from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
 from duokv.kvstore.recovery import write_lives
+from duokv.kvstore.staging import Payload
 from duokv.kvstore.swa import SwaArena, SwaStats, SwaWindow
 from duokv.kvstore.walk import Found, MissReason
 
