@@ -507,7 +507,7 @@ def test_a_replayed_request_that_plans_anew_is_not_called_exact_and_leaves_all_i
     world.ask(shared, n=1)
     world.lose_windows(shared)
     prompt = [*shared, *text(6, 150)]
-    with world.engine(num_slots=7) as engine:
+    with world.engine(num_slots=8) as engine:
         crowd(engine, prompt, greedy(150))
         assert engine.flush(60.0)
         world.evict(shared, keep=0)
