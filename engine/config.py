@@ -18,8 +18,8 @@ LOOK_BACK = 3
 """Token ids before its own that an n-gram row reads, wherever a computation restarts."""
 NGRAM_ORDERS = (2, 3, 4)
 """Tokens of the hashed n-grams, each order with a table of its own; the longest looks `LOOK_BACK` tokens back."""
-NGRAM_LOOKUPS = 5
-"""N-grams of a row: those of all orders that end with its token, then those of 2 and 3 that end with the one before."""
+NGRAM_LOOKUPS = len(NGRAM_ORDERS) + sum(order <= LOOK_BACK for order in NGRAM_ORDERS)
+"""N-grams of a row: all that end with its token, then those that end with the one before, as far as it looks back."""
 BOS = 256
 """Token id that starts a text. Ids below are bytes; ids from 257 are reserved."""
 

@@ -371,10 +371,9 @@ class Engine:
         wait(self._loads, timeout_s)
         self._take_in()
         self._closed = True
-        for future, request in self._loads.items():
+        late, self._loads = self._loads, {}
+        for future, request in late.items():
             future.add_done_callback(partial(self._give_back, request))
-        late = bool(self._loads)
-        self._loads.clear()
         self._pool.shutdown(wait=not late)
         self._writeback.close(timeout_s)
 
