@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from duokv.bench.arguments import OneLineParser, number, numbers
-from duokv.bench.table import found_traces, requests_bar, trace_name
+from duokv.bench.command_line import OneLineParser, number, numbers, progress_bar, terminal
+from duokv.bench.table import found_traces, trace_name
 from duokv.bench.workload import Run, TraceRequest, read_trace
 from duokv.kvstore.blockcache import S3Fifo
 from duokv.kvstore.errors import DuoKVError
@@ -172,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         traces = given.traces or found_traces()
         total = sum(sum(1 for _ in read_trace(path, limit=given.limit)) for path in traces)
-        with requests_bar(total) as advance:
+        with progress_bar("simulated requests", total) as advance:
             found = [cell for path in traces for cell in cells(path, given.blocks, given.limit, advance)]
     except DuoKVError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -180,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps([asdict(cell) for cell in found], indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table_of(found))
+        terminal(_PLAIN_WIDTH).print(table_of(found))
     return 0
 
 

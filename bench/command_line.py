@@ -1,10 +1,22 @@
-"""Command lines of the benchmarks: one line for what is wrong, lists of numbers."""
+"""Command lines of the benchmarks: one line for what is wrong, lists of numbers, progress, a console for people."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NoReturn
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class Advance(Protocol):
+    """Tells a progress bar that so much more is done; from any thread."""
+
+    def __call__(self, count: int = 1) -> None:
+        """Move the bar on."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -41,3 +53,23 @@ def number(least: int) -> Callable[[str], int]:
         return found[0]
 
     return parse
+
+
+@contextmanager
+def progress_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
+    """A bar on stderr while the block runs, of `total` things to do."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(count: int = 1) -> None:
+            bar.advance(task, count)
+
+        yield advance
+    if shown and not sys.stderr.isatty():  # there, rich leaves its only line unfinished
+        print(file=sys.stderr)
+
+
+def terminal(plain_width: int) -> Console:
+    """Where tables go: as wide as the terminal, or `plain_width` columns where there is none."""
+    return Console(width=None if sys.stdout.isatty() else plain_width, highlight=False)

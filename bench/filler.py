@@ -6,13 +6,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+from rich.progress import track
 
-from duokv.bench.lookup import COMMIT_BLOCKS
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore import KVStore, Namespace, Origin, StoreConfig, open_store
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.keys import KEY_BYTES
 
+COMMIT_BLOCKS = 34
+"""New blocks of a turn in the public coding-agent trace, on average."""
 TRAFFIC = "agent"
 NAMESPACE = Namespace(model="bench", weights="0", tokenizer="0", kv_format="0")
 
@@ -29,11 +31,11 @@ def commit_in_turns(store: KVStore, blob: bytes, traffic: str = TRAFFIC) -> None
         commit_keys(store, blob, upto, traffic)
 
 
-def fill(store: KVStore, blocks: int, *, seed: int, traffic: str = TRAFFIC) -> list[float]:
+def fill(store: KVStore, blocks: int, *, seed: int, traffic: str = TRAFFIC, progress: bool = False) -> list[float]:
     """Commit `blocks` blocks or a few more, one chain of 34 each time; returns the seconds of each commit."""
     rng = np.random.default_rng(seed)
     seconds = []
-    for _ in range(-(-blocks // COMMIT_BLOCKS)):
+    for _ in track(range(-(-blocks // COMMIT_BLOCKS)), "filling the index", disable=not progress):
         blob = rng.bytes(COMMIT_BLOCKS * KEY_BYTES)
         started = time.perf_counter()
         commit_keys(store, blob, COMMIT_BLOCKS, traffic)

@@ -10,16 +10,12 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from duokv.bench import lookup
-from duokv.bench.arguments import OneLineParser, number, numbers
+from duokv.bench.command_line import OneLineParser, number, numbers, progress_bar, terminal
 from duokv.bench.io_case import V41_SLOT, Case, Result, run_case
 from duokv.bench.io_limits import PAGE, check_disk
 from duokv.bench.io_report import IoReport, Machine, Quick, tables, write_report
@@ -93,11 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps(report.as_json()))
     else:
-        console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
-        for line in report.machine.lines():
-            console.print(line)
-        for table in tables(report):
-            console.print(table)
+        out = terminal(_PLAIN_WIDTH)
+        for part in (*report.machine.lines(), *tables(report)):
+            out.print(part)
     return 0
 
 
@@ -113,7 +107,7 @@ def _measure(given: argparse.Namespace) -> IoReport:
     machine = Machine.here(folder)
     with (
         tempfile.TemporaryDirectory(prefix="duokv-io-", dir=folder) as name,
-        _progress_bar(len(cases) + 1, shown=not given.json and sys.stderr.isatty()) as done,
+        progress_bar("measured", len(cases) + 1, shown=not given.json and sys.stderr.isatty()) as done,
     ):
         quick, found = measure(
             Path(name), case, groups, pairs=given.pairs, index_blocks=max(1, *given.index), done=done
@@ -162,14 +156,6 @@ def _main_cases(main: Case) -> tuple[Case, Case, Case]:
 
 def _distinct(main: Case, groups: Mapping[str, list[Case]]) -> list[Case]:
     return list(dict.fromkeys([*_main_cases(main), *(case for group in groups.values() for case in group)]))
-
-
-@contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    columns = (TextColumn("measured"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
 
 
 if __name__ == "__main__":

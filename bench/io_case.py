@@ -15,13 +15,22 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Literal, Protocol
 
 import numpy as np
 
 from duokv.bench.filler import NAMESPACE, TRAFFIC, fill_index
-from duokv.bench.io_limits import Crew, RawFile, Timed, copy, forget_pages, physical_bytes, write_durably
+from duokv.bench.io_limits import (
+    Crew,
+    RawFile,
+    Timed,
+    copy,
+    forget_pages,
+    physical_bytes,
+    ratios_to_limit,
+    write_durably,
+)  # fmt: skip
 from duokv.kvstore import CacheGeometry, KVStore, PrefixHit, StoreConfig, open_store
 from duokv.kvstore.errors import DuoKVError, StoreError
 from duokv.kvstore.geometry import BLOCK_TOKENS, TRAILER_BYTES
@@ -104,8 +113,7 @@ class Result:
     @property
     def ratios(self) -> tuple[float, ...]:
         """Per pair the store's rate as a share of the limit's, measured before and after."""
-        around = zip(self.limit_s, self.limit_s[1:], self.store_s, strict=False)
-        return tuple(mean((before, after)) / store for before, after, store in around)
+        return ratios_to_limit(self.store_s, self.limit_s)
 
     @property
     def ratio(self) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import TypeAlias
 
 import numpy as np
@@ -26,6 +27,12 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 """Flat uint8; for reads and writes page-aligned."""
 Timed: TypeAlias = tuple[float, float]
 """Start and end, seconds of `perf_counter`, which processes of one machine share."""
+
+
+def ratios_to_limit(seconds: Sequence[float], limit_s: Sequence[float]) -> tuple[float, ...]:
+    """Per pair the rate as a share of the limit's, whose seconds were measured before and after (one more)."""
+    around = zip(limit_s, limit_s[1:], seconds, strict=False)
+    return tuple(mean((before, after)) / own for before, after, own in around)
 
 
 class Crew:

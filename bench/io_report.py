@@ -7,18 +7,15 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from duokv.bench.io_case import Case, Result
 from duokv.bench.io_limits import file_system
 from duokv.bench.lookup import LookupCost
-from duokv.kvstore.errors import UsageError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios, terminal_table, write_with_plot
 
 _QUICK_HEADINGS = ("figure", "found", "low", "high", "aim", "")
 HEADINGS = ("", "store MB/s", "limit MB/s", "of limit", "low", "high")
@@ -120,15 +117,14 @@ class IoReport:
 
 def tables(report: IoReport) -> list[Table]:
     """The figures as tables for a terminal."""
-    made = [_quick_table(report.quick)]
-    for title, group in report.groups.items():
-        table = Table(title=title, title_justify="left", caption=_limit(group), caption_justify="left")
-        for place, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
-        for one in group:
-            table.add_row(*_row(one))
-        made.append(table)
-    return made
+    quick = report.quick
+    return [
+        terminal_table("Main figures", _about(quick), _QUICK_HEADINGS, _quick_rows(quick)),
+        *(
+            terminal_table(title, _limit(group), HEADINGS, [_row(one) for one in group])
+            for title, group in report.groups.items()
+        ),
+    ]
 
 
 def write_report(path: Path, report: IoReport) -> None:
@@ -136,32 +132,16 @@ def write_report(path: Path, report: IoReport) -> None:
 
     UsageError if matplotlib is missing or the folder cannot be written.
     """
-    plot = path.with_suffix(".svg")
-    try:
-        _plot(plot, report)
-        path.write_text(_markdown(report, plot.name))
-    except ImportError as error:
-        raise UsageError(f"{plot}: plots need matplotlib ({error}); pip install 'duokv[tools]'") from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error}); name a file in a folder of yours") from error
+    write_with_plot(path, partial(_plot, report=report), partial(_markdown, report))
 
 
-def _quick_table(quick: Quick) -> Table:
-    table = Table(title="Main figures", title_justify="left", caption=_about(quick), caption_justify="left")
-    for place, heading in enumerate(_QUICK_HEADINGS):
-        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
-    for row in _quick_rows(quick):
-        table.add_row(*row)
-    return table
-
-
-def _quick_rows(quick: Quick) -> list[tuple[str, ...]]:
+def _quick_rows(quick: Quick) -> list[Row]:
     spreads = {
         "cold_read_vs_device": quick.cold.ratios,
         "warm_read_vs_memcpy": quick.warm.ratios,
         "commit_vs_device": quick.commit.ratios,
     }
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     for name, value in quick.as_json().items():
         kind, aim = AIMS[name]
         spread = spreads.get(name)
@@ -184,7 +164,7 @@ def _limit(group: list[Result]) -> str:
     return "Limit: memcpy of the same bytes, as many threads"
 
 
-def _row(one: Result) -> tuple[str, ...]:
+def _row(one: Result) -> Row:
     ratios = one.ratios
     written = "" if one.amplification is None else f"; x{one.amplification:.4f} written"
     return (
@@ -232,48 +212,25 @@ def _markdown(report: IoReport, plot: str) -> str:
         "page cache, or drop it first where they are called buffered.",
         "## Main figures",
         f"{_about(report.quick)}.",
-        _grid(_QUICK_HEADINGS, _quick_rows(report.quick)),
+        markdown_table(_QUICK_HEADINGS, _quick_rows(report.quick)),
         f"![plot]({plot})",
     ]
     for title, group in report.groups.items():
         parts.append(f"## {title}")
         parts.append(f"{_limit(group)}.")
-        parts.append(_grid(HEADINGS, [_row(one) for one in group]))
+        parts.append(markdown_table(HEADINGS, [_row(one) for one in group]))
     return "\n\n".join(parts) + "\n"
-
-
-def _grid(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(headings) + " |", "|---|" + "---:|" * (len(headings) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 # -- plot ------------------------------------------------------------------------------------------------------------
 
 
 def _plot(path: Path, report: IoReport) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    # The same figures shall make the same file.
-    with mpl.rc_context({"svg.hashsalt": "duokv", "font.size": 8}):
-        rows = -(-len(report.groups) // 3)
-        figure = Figure(figsize=(12, 2.6 * rows), layout="constrained")
+    rows = -(-len(report.groups) // 3)
+    with drawn(path, 12, 2.6 * rows, font_size=8) as figure:
         grid = figure.subplots(rows, 3, squeeze=False).reshape(-1)
         for axes, (title, group) in zip(grid, report.groups.items(), strict=False):
-            _plot_group(axes, title, group)
+            names = [_case(one.case).replace(", ", "\n") for one in group]
+            plot_ratios(axes, title, names, [one.ratios for one in group], rotation=0)
         for axes in grid[len(report.groups) :]:
             axes.set_axis_off()
-        figure.savefig(path, metadata={"Date": None})
-
-
-def _plot_group(axes: Axes, title: str, group: list[Result]) -> None:
-    places = range(len(group))
-    middles = [one.ratio for one in group]
-    below = [one.ratio - min(one.ratios) for one in group]
-    above = [max(one.ratios) - one.ratio for one in group]
-    axes.bar(places, middles, yerr=(below, above), capsize=3, width=0.6)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    names = [_case(one.case).replace(", ", "\n") for one in group]
-    axes.set_xticks(list(places), names, fontsize=6)
-    axes.set_title(title, fontsize=8)
-    axes.set_ylabel("of limit")

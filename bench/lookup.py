@@ -5,7 +5,6 @@ Blocks have no bytes here, the index is real. Hashing is measured apart, since i
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -15,17 +14,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 import numpy as np
-from rich.progress import track
 
+from duokv.bench.command_line import OneLineParser, number
+from duokv.bench.filler import NAMESPACE, TRAFFIC, commit_in_turns, commit_keys, fill
 from duokv.connectors.fs_memory import MemoryBackend
-from duokv.kvstore import KVStore, Namespace, Origin, StoreConfig, chain_keys, open_store
+from duokv.kvstore import KVStore, StoreConfig, chain_keys, open_store
 from duokv.kvstore.keys import BLOCK_TOKENS, KEY_BYTES
 
 PROMPT_TOKENS = 77_000
-COMMIT_BLOCKS = 34
-"""New blocks of a turn in the public coding-agent trace, on average."""
-_NAMESPACE = Namespace(model="bench", weights="0", tokenizer="0", kv_format="0")
-_TRAFFIC = "agent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +45,40 @@ def measure(blocks: int, *, repeats: int, progress: bool) -> LookupCost:
     with tempfile.TemporaryDirectory(prefix="duokv-bench-") as folder:
         config = StoreConfig(swa_bytes=0, maintenance_interval_s=0, index_path=folder, fsync="none")
         with _open(backend, config) as store:
-            commits = _fill(store, blocks, progress=progress)
+            commits = fill(store, blocks, seed=0, progress=progress)
         started = time.perf_counter()
         store = _open(backend, config)
         opened = time.perf_counter() - started
         with store:
             rng = np.random.default_rng(1)
             prompt = rng.integers(0, 1 << 17, PROMPT_TOKENS).astype(np.int32)
-            blob = chain_keys(_NAMESPACE, prompt).blob
+            blob = chain_keys(NAMESPACE, prompt).blob
             whole = len(blob) // KEY_BYTES
-            for upto in [*range(COMMIT_BLOCKS, whole, COMMIT_BLOCKS), whole]:
-                _commit(store, blob, upto)
+            commit_in_turns(store, blob)
             numbers = prompt.tolist()
-            hit = store.lookup(_NAMESPACE, prompt, _TRAFFIC)
+            hit = store.lookup(NAMESPACE, prompt, TRAFFIC)
             if hit.tokens != whole * BLOCK_TOKENS:
                 raise AssertionError(f"{hit.tokens} tokens hit, {whole * BLOCK_TOKENS} are stored")
             return LookupCost(
                 blocks=store.stats().blocks,
                 open_s=opened,
-                lookup_ms=1e3 * _timed(lambda: store.lookup(_NAMESPACE, prompt, _TRAFFIC), repeats),
-                lookup_list_ms=1e3 * _timed(lambda: store.lookup(_NAMESPACE, numbers, _TRAFFIC), repeats),
-                hashing_ms=1e3 * _timed(lambda: chain_keys(_NAMESPACE, prompt), repeats),
-                miss_us=1e6 * _timed(lambda: store.blocks.find(rng.bytes(len(blob)), whole, _TRAFFIC), repeats),
-                commit_us=1e6 * commits,
-                renew_us=1e6 * _timed(lambda: _commit(store, blob, whole), repeats),
+                lookup_ms=1e3 * _timed(lambda: store.lookup(NAMESPACE, prompt, TRAFFIC), repeats),
+                lookup_list_ms=1e3 * _timed(lambda: store.lookup(NAMESPACE, numbers, TRAFFIC), repeats),
+                hashing_ms=1e3 * _timed(lambda: chain_keys(NAMESPACE, prompt), repeats),
+                miss_us=1e6 * _timed(lambda: store.blocks.find(rng.bytes(len(blob)), whole, TRAFFIC), repeats),
+                commit_us=1e6 * median(commits),
+                renew_us=1e6 * _timed(lambda: commit_keys(store, blob, whole), repeats),
                 index_bytes_per_block=store.stats().index_bytes / store.stats().blocks,
             )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m duokv.bench.lookup", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the index (default: a million)")
-    parser.add_argument("--repeats", type=int, default=200, help="calls a median is taken of")
+    parser = OneLineParser(prog="python -m duokv.bench.lookup", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--blocks", type=number(1), default=1_000_000, help="blocks in the index (default: a million)")
+    parser.add_argument("--repeats", type=number(1), default=200, help="calls a median is taken of")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     chosen = parser.parse_args(argv)
-    if chosen.blocks < 1 or chosen.repeats < 1:
-        parser.error("--blocks and --repeats must be at least 1")
     cost = measure(chosen.blocks, repeats=chosen.repeats, progress=not chosen.json and sys.stderr.isatty())
     if chosen.json:
         sys.stdout.write(json.dumps(asdict(cost)) + "\n")
@@ -99,20 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open(backend: MemoryBackend, config: StoreConfig) -> KVStore:
     return open_store("memory://bench", geometry="deepseek-v4.1-flash", config=config, backend=backend)
-
-
-def _fill(store: KVStore, blocks: int, *, progress: bool) -> float:
-    """Commit random chains; returns the median seconds of a commit."""
-    rng = np.random.default_rng(0)
-    seconds = []
-    for _ in track(range(-(-blocks // COMMIT_BLOCKS)), "filling the index", disable=not progress):
-        blob = rng.bytes(COMMIT_BLOCKS * KEY_BYTES)
-        seconds.append(_timed(lambda blob=blob: _commit(store, blob, COMMIT_BLOCKS), 1))  # type: ignore[misc]
-    return median(seconds)
-
-
-def _commit(store: KVStore, blob: bytes, blocks: int) -> None:
-    store.blocks.commit(blob, blocks, _TRAFFIC, first=0, payload=None, origin=Origin.EXACT)
 
 
 def _timed(call: Callable[[], object], repeats: int) -> float:

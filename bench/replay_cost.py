@@ -11,15 +11,12 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from duokv.bench.command_line import OneLineParser, number, progress_bar, terminal
 from duokv.bench.replay_measure import EXACT, Case, TinyTexts, byte_texts, measure
 from duokv.bench.replay_pretrained import Pretrained
 from duokv.bench.replay_report import ReplayCost, tables, write_report
@@ -41,6 +38,7 @@ _FILE_TOKENS = 8192
 """At most so much of the held-out slice is of one file, one after another."""
 _QUICK_TEXTS = 8
 _ROUNDS = 3
+_PLAIN_WIDTH = 110
 
 
 def measure_tiny(weights: Path, *, quick: bool, progress: bool, command: str) -> ReplayCost:
@@ -54,7 +52,7 @@ def measure_tiny(weights: Path, *, quick: bool, progress: bool, command: str) ->
     rounds = 0 if quick else _ROUNDS
     # Processes, since the interpreter's lock is most of what this model waits for.
     with (
-        _progress_bar(sum(map(len, texts.values())) + rounds, shown=progress) as done,
+        progress_bar("measured", sum(map(len, texts.values())) + rounds, shown=progress) as done,
         ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool,
     ):
         found = {context: measure(subject, texts[context], cases[context], pool, done) for context in cases}
@@ -80,7 +78,7 @@ def measure_pretrained(folder: Path, *, context: int, quick: bool, progress: boo
     if not quick:
         amounts += [Case("replay", model.window * times) for times in (1, 2)]
     cases = [case for case in dict.fromkeys(amounts) if model.fits(case, context)]
-    with _progress_bar(len(texts), shown=progress) as done, ThreadPoolExecutor(WORKERS) as pool:
+    with progress_bar("measured", len(texts), shown=progress) as done, ThreadPoolExecutor(WORKERS) as pool:
         found = {context: measure(model.subject, texts, cases, pool, done)}
     return ReplayCost(
         model=f"{folder.name}: {model.shape}",
@@ -114,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps(as_json(cost)))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+        out = terminal(_PLAIN_WIDTH)
         for table in tables(cost):
-            console.print(table)
+            out.print(table)
     return 0
 
 
@@ -143,13 +141,11 @@ def as_json(cost: ReplayCost) -> dict[str, object]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m duokv.bench.replay_cost", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = OneLineParser(prog="python -m duokv.bench.replay_cost", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the main figures only, on fewer texts")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--model", type=Path, help="weights of the small model, or the folder of a pretrained one")
-    parser.add_argument("--context", type=int, default=TRAINED_CONTEXT, help="of a pretrained model, in tokens")
+    parser.add_argument("--context", type=number(1), default=TRAINED_CONTEXT, help="of a pretrained model, in tokens")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write a report in Markdown, and its plots beside it"
     )
@@ -166,14 +162,6 @@ def _cases(context: int) -> list[Case]:
         cases += [Case(side, span) for side in ("encoder", "decoder", "both") for span in SIDE_SPANS]
         cases += [Case("earlier", count) for count in EARLIER_REPLAYS]
     return cases
-
-
-@contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    columns = (TextColumn("measured"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple, Protocol
@@ -125,6 +126,7 @@ class TinySubject:
         self._encoder_reach = c.encoder_layers * c.window
         # From here on, decoder rows of the scored ones have all they can see.
         self._decoder_from = max(self._hit - (c.layers - c.encoder_layers) * c.window, 0)
+        # Made from row 0, by nothing that a replay uses; decoder rows are left out as the engine does.
         self._whole = forward(model, self._rows, decoder_start=self._hit)
 
     def run(self, case: Case) -> Scored:
@@ -133,26 +135,27 @@ class TinySubject:
         start = self._hit - (self._encoder_reach if amount == EXACT else int(amount))
         match kind:
             case "replay":
-                return self._score(self._hit, self._pass(start, self._hit))
+                return self._score(self._whole, self._pass(start, self._hit))
             case "encoder":
-                return self._score(self._decoder_from, self._pass(start, self._decoder_from))
+                return self._score(self._untruncated, self._pass(start, self._decoder_from))
             case "decoder":
-                return self._score(self._decoder_from, self._cold(start))
+                return self._score(self._untruncated, self._cold(start))
             case "both":
-                return self._score(self._decoder_from, self._pass(start, start))
+                return self._score(self._untruncated, self._pass(start, start))
             case "earlier":
                 planes = self._after_replays(int(amount))
-                return self._score(self._hit, self._pass(self._hit - BLOCK_TOKENS, self._hit, planes))
+                return self._score(self._whole, self._pass(self._hit - BLOCK_TOKENS, self._hit, planes))
 
-    def _score(self, decoder_start: int, replayed: ForwardPass) -> Scored:
-        cold = self._cold(decoder_start)
+    @cached_property
+    def _untruncated(self) -> ForwardPass:
+        """The cold run with all decoder rows that the scored ones see."""
+        return self._cold(self._decoder_from)
+
+    def _score(self, cold: ForwardPass, replayed: ForwardPass) -> Scored:
         return score(cold.logits[-SCORED:], replayed.logits[-SCORED:], self._targets)
 
     def _cold(self, decoder_start: int) -> ForwardPass:
-        """The cold run with decoder rows from `decoder_start` on: made from row 0, or, where decoder rows are not left
-        out as the engine does, of as few encoder rows as that takes."""
-        if decoder_start == self._hit:
-            return self._whole
+        """The cold run with decoder rows from `decoder_start` on, made of as few encoder rows as that takes."""
         return self._pass(min(decoder_start, self._hit) - self._encoder_reach, decoder_start)
 
     def _pass(self, start: int, decoder_start: int, planes: Planes | None = None) -> ForwardPass:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from duokv.bench.replay_measure import EXACT, SCORED, Case, Comparison, Kind
 from duokv.bench.replay_time import FirstToken
-from duokv.kvstore.errors import UsageError
+from duokv.bench.report_markdown import Row, drawn, markdown_table, terminal_table, write_with_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,21 +49,13 @@ class ReplayCost:
 class _Grid:
     title: str
     note: str
-    headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    headings: Row
+    rows: list[Row]
 
 
 def tables(cost: ReplayCost) -> list[Table]:
     """The figures as tables for a terminal."""
-    made = []
-    for grid in _grids(cost):
-        table = Table(title=grid.title, caption=grid.note, title_justify="left", caption_justify="left")
-        for place, heading in enumerate(grid.headings):
-            table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
-        for row in grid.rows:
-            table.add_row(*row)
-        made.append(table)
-    return made
+    return [terminal_table(grid.title, grid.note, grid.headings, grid.rows) for grid in _grids(cost)]
 
 
 def write_report(path: Path, cost: ReplayCost) -> None:
@@ -70,14 +63,7 @@ def write_report(path: Path, cost: ReplayCost) -> None:
 
     UsageError if matplotlib is missing or the folder cannot be written.
     """
-    plots = path.with_suffix(".svg")
-    try:
-        _plot(plots, cost)
-        path.write_text(_markdown(cost, plots.name))
-    except ImportError as error:
-        raise UsageError(f"{plots}: plots need matplotlib ({error}); pip install 'duokv[tools]'") from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error}); name a file in a folder of yours") from error
+    write_with_plot(path, partial(_plot, cost=cost), partial(_markdown, cost))
 
 
 def _grids(cost: ReplayCost) -> list[_Grid]:
@@ -108,7 +94,7 @@ def _grids(cost: ReplayCost) -> list[_Grid]:
     return grids
 
 
-def _row(label: str, one: Comparison, cost: ReplayCost) -> tuple[str, ...]:
+def _row(label: str, one: Comparison, cost: ReplayCost) -> Row:
     per_byte = 1 / cost.bytes_per_token
     return (
         label,
@@ -143,8 +129,7 @@ def _markdown(cost: ReplayCost, plots: str) -> str:
         parts.append(f"## {grid.title}")
         if grid.note:
             parts.append(f"{grid.note[0].upper()}{grid.note[1:]}.")
-        lines = ["| " + " | ".join(grid.headings) + " |", "|" + "---|" + "---:|" * (len(grid.headings) - 1)]
-        parts.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in grid.rows)]))
+        parts.append(markdown_table(grid.headings, grid.rows))
     exact = found.get(Case("replay", EXACT))
     if exact is not None:
         equal = "equals" if all(of[Case("replay", EXACT)].equal for of in cost.found.values()) else "does NOT equal"
@@ -177,17 +162,11 @@ def _verdict(cost: ReplayCost) -> str:
 
 
 def _plot(path: Path, cost: ReplayCost) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    # The same figures shall make the same file.
-    with mpl.rc_context({"svg.hashsalt": "duokv", "font.size": 9}):
-        figure = Figure(figsize=(11, 3.4), layout="constrained")
+    with drawn(path, 11, 3.4, font_size=9) as figure:
         left, middle, right = figure.subplots(1, 3)
         _plot_spans(left, cost)
         _plot_sides(middle, cost)
         _plot_repeats(right, cost)
-        figure.savefig(path, metadata={"Date": None})
 
 
 def _plot_spans(axes: Axes, cost: ReplayCost) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from duokv.bench.clock import Time
 from duokv.engine import Engine, EngineConfig, RequestReport, Sampling, namespace_of
 from duokv.engine.model import Model
-from duokv.kvstore import Clock, StoreConfig, open_store
+from duokv.kvstore import StoreConfig, open_store
 from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.replay import Mode, ReplayPolicy
 
@@ -46,23 +46,20 @@ def measure_first_token(
 
 
 def _one_round(model: Model, prompt: list[int]) -> dict[str, RequestReport]:
-    ahead_s = 0.0
-    clock = Clock(monotonic=lambda: time.monotonic() + ahead_s)
+    now = Time()
+    clock = now.clock()
     namespace = namespace_of(model.config, "timed")
     config = StoreConfig(swa_bytes=64 << 20, maintenance_interval_s=0, swa_expiry_s=_EXPIRY_S)
     reports = {}
     with open_store("memory://replay-cost", geometry=model.config.cache, config=config, clock=clock) as store:
         for way in WAYS:
             if way.endswith("replay"):
-                ahead_s += 2 * _EXPIRY_S
+                now.ahead_s += 2 * _EXPIRY_S
             mode: Mode = "exact" if way == "exact replay" else "bounded"
             replay = ReplayPolicy(encoder_layers=model.config.encoder_layers, mode=mode)
             settings = EngineConfig(num_slots=len(prompt) // BLOCK_TOKENS + 2, replay=replay)
-            engine = Engine(model, settings, store=store, clock=clock)
-            try:
+            with Engine(model, settings, store=store, clock=clock) as engine:
                 (output,) = engine.generate([prompt], ns=namespace, sampling=Sampling(max_tokens=1))
-            finally:
-                engine.close()
             reports[way] = output.report
     return reports
 

@@ -14,11 +14,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from duokv.bench.arguments import OneLineParser, number
+from duokv.bench.command_line import OneLineParser, number, terminal
 from duokv.bench.scale_check import check, measure_figures, read_budget
 from duokv.bench.scale_size import OPERATIONS, Scale, measure_size
 from duokv.kvstore.errors import DuoKVError
@@ -83,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps(as_json(scales)))
     else:
-        console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
-        console.print(_table(scales))
+        terminal(_PLAIN_WIDTH).print(_table(scales))
     return 0
 
 

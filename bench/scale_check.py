@@ -19,9 +19,10 @@ import lmdb
 import msgspec
 import numpy as np
 
-from duokv.bench.filler import NAMESPACE, TRAFFIC, commit_in_turns, commit_keys, fill
-from duokv.bench.lookup import COMMIT_BLOCKS, PROMPT_TOKENS
-from duokv.bench.scale_size import BRIEF, BRIEF_S, Time, open_empty
+from duokv.bench.clock import Time
+from duokv.bench.filler import COMMIT_BLOCKS, NAMESPACE, TRAFFIC, commit_in_turns, commit_keys, fill
+from duokv.bench.lookup import PROMPT_TOKENS
+from duokv.bench.scale_size import BRIEF, BRIEF_S, open_empty
 from duokv.connectors.fs_faulty import FaultyBackend, Kind
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore import KVStore, StoreConfig, chain_keys, open_store

@@ -16,8 +16,9 @@ from statistics import median
 
 import numpy as np
 
-from duokv.bench.filler import NAMESPACE, TRAFFIC, commit_in_turns, commit_keys, fill
-from duokv.bench.lookup import COMMIT_BLOCKS, PROMPT_TOKENS
+from duokv.bench.clock import Time
+from duokv.bench.filler import COMMIT_BLOCKS, NAMESPACE, TRAFFIC, commit_in_turns, commit_keys, fill
+from duokv.bench.lookup import PROMPT_TOKENS
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore import ClassRule, KVStore, Policy, StoreConfig, chain_keys, open_store
 from duokv.kvstore.clock import Clock
@@ -61,17 +62,6 @@ class Scale:
     memory_bytes: int
     index_bytes: int
     costs: dict[str, Cost] = field(default_factory=dict)
-
-
-class Time:
-    """A clock that can be put forward."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def clock(self) -> Clock:
-        """As a store takes it."""
-        return Clock(lambda: time.time() + self.ahead_s, lambda: time.monotonic() + self.ahead_s)
 
 
 def measure_size(blocks: int, repeats: int) -> Scale:

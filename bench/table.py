@@ -13,18 +13,16 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from duokv.bench.cache_hit import Keep, SimOptions, SimReport, simulate
+from duokv.bench.command_line import progress_bar, terminal
 from duokv.bench.workload import read_trace, trace_class, traces_dir
 from duokv.kvstore.errors import DuoKVError, UsageError
 from duokv.kvstore.policy import DAY_S, ClassRule, Policy
@@ -239,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps([{**asdict(cell), "verdict": cell.verdict} for cell in cells], indent=1))
         return 1 if off else 0
-    Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table_of(cells))
+    terminal(_PLAIN_WIDTH).print(table_of(cells))
     print("T: idle expiry of Block KV. SWA: share of the requests with a prefix hit whose hit tail has a live state.")
     if compared:
         equal = len(compared) - len(off)
@@ -252,19 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure_with_progress(traces: Sequence[Path], limit: int | None, workers: int) -> list[Cell]:
     runs = len(dict.fromkeys(FIGURES.values()))
     total = runs * sum(sum(1 for _ in read_trace(path, limit=limit)) for path in traces)
-    with requests_bar(total) as advance:
+    with progress_bar("simulated requests", total) as advance:
         return measure(traces, limit=limit, workers=workers, on_requests=advance)
-
-
-@contextmanager
-def requests_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr; call what it gives with the number of requests just done."""
-    columns = (TextColumn("simulated requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda count: progress.advance(task, count)
-    if not sys.stderr.isatty():  # there, rich leaves its only line unfinished
-        print(file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from duokv.bench.cache_hit import Served, SimOptions, SimReport, simulate
+from duokv.bench.command_line import progress_bar, terminal
 from duokv.bench.generator import generate
 from duokv.bench.observer import Observer
 from duokv.bench.report import PARTS, Figure, Source, figures, write_report
-from duokv.bench.table import requests_bar, trace_name
+from duokv.bench.table import trace_name
 from duokv.bench.workload import TraceRequest, read_trace, trace_class, traces_dir
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import DuoKVError, StoreError, UsageError
@@ -66,7 +67,7 @@ _DEADLINE_S = 60.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0, or 2 for what cannot be done."""
     given = _arguments(argv)
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    console = terminal(_PLAIN_WIDTH)
     started = time.perf_counter()
     try:
         if given.blocks < 2:
@@ -129,11 +130,11 @@ def replay_trace(console: Console, trace: Path | None, limit: int | None, out: P
         f"block lives {life} after its last use, a sliding-window (SWA) state 180 s.\n"
     )
     observer = Observer()
-    with requests_bar(len(requests)) as advance:
+    with progress_bar("simulated requests", len(requests)) as advance:
 
         def note(served: Served) -> None:
             observer(served)
-            advance(1)
+            advance()
 
         report = simulate(requests, options, on_request=note)
     console.print(_results(figures(observer, report, options, source)))

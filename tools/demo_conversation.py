@@ -10,7 +10,6 @@ import itertools
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from duokv.bench.clock import Time
 from duokv.engine import Engine, EngineConfig, Output, Sampling, namespace_of
 from duokv.engine.config import BOS
 from duokv.engine.model import Model
@@ -125,16 +125,6 @@ def conversation(console: Console, file: Path, text: bytes, *, reply: int) -> Co
 # -- serving ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Lead:
-    """How far a clock is ahead of the machine's. It runs at the usual pace, so what it measures is real."""
-
-    seconds: float
-
-    def clock(self) -> Clock:
-        return Clock(wall=lambda: time.time() + self.seconds, monotonic=lambda: time.monotonic() + self.seconds)
-
-
 @dataclass(frozen=True, slots=True)
 class _Server:
     """The model on a store. For one thread."""
@@ -158,16 +148,16 @@ class _Server:
 
 
 @contextmanager
-def _serving(url: str, lead: _Lead) -> Iterator[_Server]:
-    model, clock = load_model(), lead.clock()
+def _serving(url: str, now: Time) -> Iterator[_Server]:
+    model, clock = load_model(), now.clock()
     with open_store(url, geometry=model.config.cache, config=_CONFIG, clock=clock) as store:
         yield _Server(model, store, clock)
 
 
 def _first_life(url: str, text: bytes, reply: int, send: Send) -> None:
-    lead = _Lead(0)
-    with _serving(url, lead) as server:
-        for turn in _talk(server, lead, SCRIPT[:BEFORE_KILL], text, reply):
+    now = Time()
+    with _serving(url, now) as server:
+        for turn in _talk(server, now, SCRIPT[:BEFORE_KILL], text, reply):
             send(turn)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -177,22 +167,22 @@ def _second_life(url: str, text: bytes, reply: int, before: tuple[Turn, ...], se
 
     Exact mode comes last: the blocks it leaves replace approximate ones, which later turns would have met.
     """
-    lead = _Lead(sum(turn.ask.after_s for turn in before))
-    with _serving(url, lead) as server:
+    now = Time(sum(turn.ask.after_s for turn in before))
+    with _serving(url, now) as server:
         turns = list(before)
-        for turn in _talk(server, lead, SCRIPT[BEFORE_KILL:], text, reply, last=before[-1]):
+        for turn in _talk(server, now, SCRIPT[BEFORE_KILL:], text, reply, last=before[-1]):
             turns.append(turn)
             send(turn)
         for turn in turns:
-            lead.seconds += LAPSE_S
+            now.ahead_s += LAPSE_S
             send(replace(turn, output=server.serve(turn.prompt, reply, "exact")))
 
 
 def _talk(
-    server: _Server, lead: _Lead, script: Sequence[Ask], text: bytes, reply: int, *, last: Turn | None = None
+    server: _Server, now: Time, script: Sequence[Ask], text: bytes, reply: int, *, last: Turn | None = None
 ) -> Iterator[Turn]:
     for ask in script:
-        lead.seconds += ask.after_s
+        now.ahead_s += ask.after_s
         before = (BOS, *text) if last is None or ask.anew else (*last.prompt, *last.output.tokens)
         prompt = (*before, *f"\n\n# Question: {ask.question}\n# Answer:".encode())
         last = Turn(ask, prompt, server.serve(prompt, reply))
