@@ -290,3 +290,41 @@ def cold_output(tokens: Sequence[int], n: int = 4, *, fake: bool = True, samplin
 
 def bounded_plan(length: int, hit: int) -> ReplayPlan:
     return plan_replay(hit_tokens=hit, prompt_tokens=length, swa_at=None, policy=policy())
+
+
+def serve(engine: Engine, *prompts: Sequence[int], sampling: Sampling | None = None) -> list[Output]:
+    """Outputs in the order of the prompts."""
+    outputs = engine.generate(prompts, ns=NS, sampling=sampling or greedy(4))
+    return sorted(outputs, key=lambda output: output.handle.index)
+
+
+def parts(output: Output) -> tuple[int, int, int, int]:
+    """swa_hit, block_hit, replayed, computed."""
+    part = output.report.partition
+    assert part is not None
+    return part.swa_hit, part.block_hit, part.replayed, part.computed
+
+
+def finish(engine: Engine) -> dict[str, Output]:
+    """Step until all is done."""
+    done: dict[str, Output] = {}
+    while engine.stats().running or engine.stats().waiting:
+        done |= {output.handle.request_id: output for output in engine.step()}
+    return done
+
+
+def replayed_tokens(world: World, tokens: Sequence[int], hit: int, n: int) -> tuple[int, ...]:
+    """The output of a bounded replay by its definition: stored blocks adopted, rows from the floor on, nothing else."""
+    plan = plan_replay(hit_tokens=hit, prompt_tokens=len(tokens), swa_at=None, policy=policy())
+    stored = world.blocks()
+    slots = BlockSlots(CONFIG.cache, len(tokens) // 128 + 2, poison=True)
+    table = slots.allocate(len(tokens) // 128 + 2)
+    for slot, key in zip(table, chain_keys(NS, tokens)[: plan.write_floor // 128], strict=False):
+        slots.memory[slot] = torch.from_numpy(np.frombuffer(stored[key][1], np.uint8).copy())
+    session = Session.begin(CONFIG, plan, list(tokens), slots=table, poison=True)
+    runner = FakeRunner(slots) if world.fake else Runner(model(), slots)
+    for _ in range(n):
+        (logits,) = runner.step([Work(session, len(session.tokens), True)]).logits
+        assert logits is not None
+        session.tokens.append(int(logits.argmax()))
+    return tuple(session.tokens[len(tokens) :])
