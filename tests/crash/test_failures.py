@@ -249,6 +249,17 @@ def test_a_promise_is_not_given_for_what_was_given_up_meanwhile(tmp_path: Path, 
     die(world.store)
 
 
+@pytest.mark.parametrize("fsync", ["none", "segment", "always"])
+def test_a_close_makes_all_durable(tmp_path: Path, fsync: str) -> None:
+    world = World(tmp_path, fsync=fsync)
+    world.commit(TRUNK)
+    world.store.close()
+    world.disk = world.disk.crash_clone(0.0, random.Random(0))
+    world.store = open_test_store(world.disk, tmp_path / "left", world.hands)
+    assert world.read(TRUNK) == 7
+    die(world.store)
+
+
 # Space
 
 
