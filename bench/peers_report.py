@@ -1,0 +1,171 @@
+"""The figures of `duokv.bench.peers`: tables for the terminal, a report in Markdown with a plot, and JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+
+from duokv.bench.io_report import Machine
+from duokv.bench.peer_serve import Action
+from duokv.bench.peers_case import Figure, Measured, Part, Size
+from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios, terminal_table, write_with_plot
+
+HEADINGS = ("peer", "peer", "limit", "of limit", "low", "high")
+PROMISES = ("peer", "version", "durability of a put", "integrity", "driven")
+LIMITS: Mapping[Action, str] = {
+    "cold": "raw O_DIRECT preadv of the same bytes",
+    "warm": "memcpy of the same bytes",
+    "put": "raw O_DIRECT write of the same bytes into an allocated file, with one fdatasync; * is not durable",
+    "lookup": "a dictionary of the keys in memory",
+    "tokens": "a dictionary of the keys in memory; here the tokens are hashed as well",
+}
+_TITLES: Mapping[Action, str] = {
+    "cold": "Cold read", "warm": "Warm read", "put": "Put", "lookup": "Lookup of keys", "tokens": "Lookup of tokens",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PeersReport:
+    """All that was measured."""
+
+    machine: Machine
+    pairs: int
+    size: Size
+    parts: tuple[Part, ...]
+    peers: Sequence[Measured]
+
+    def as_json(self) -> dict[str, object]:
+        """Everything, skipped peers with their reasons."""
+        return {
+            "machine": asdict(self.machine),
+            "pairs": self.pairs,
+            "size": asdict(self.size),
+            "peers": [
+                {
+                    "name": peer.name,
+                    "skipped": peer.skipped,
+                    "about": peer.about,
+                    "figures": [{**asdict(part), **_as_json(figure)} for part, figure in peer.figures.items()],
+                }
+                for peer in self.peers
+            ],
+        }
+
+
+def tables(report: PeersReport) -> list[Table]:
+    """The figures as tables for a terminal."""
+    made = [
+        terminal_table(_title(part), _limit(part), _headings(part), _rows(report, part), wrap=True)
+        for part in report.parts
+    ]
+    promises = Table(title="What each promises", title_justify="left", show_lines=True)
+    for heading in PROMISES:
+        promises.add_column(heading)
+    for row in _promises(report):
+        promises.add_row(*row)
+    return [*made, promises]
+
+
+def write_report(path: Path, report: PeersReport) -> None:
+    """Write the figures to `path` in Markdown and their plot beside it, as the same name with .svg.
+
+    UsageError if matplotlib is missing or the folder cannot be written.
+    """
+    write_with_plot(path, partial(_plot, report=report), partial(_markdown, report))
+
+
+def _title(part: Part) -> str:
+    return f"{_TITLES[part.action]}, {part.blocks} blocks"
+
+
+def _limit(part: Part) -> str:
+    return f"Limit: {LIMITS[part.action]}"
+
+
+def _headings(part: Part) -> tuple[str, ...]:
+    unit = "us" if part.action in ("lookup", "tokens") else "MB/s"
+    return (HEADINGS[0], *(f"{heading} {unit}" for heading in HEADINGS[1:3]), *HEADINGS[3:])
+
+
+def _rows(report: PeersReport, part: Part) -> list[Row]:
+    rows: list[Row] = []
+    for peer in report.peers:
+        figure = peer.figures.get(part)
+        star = "*" if part.action == "put" and peer.about is not None and not peer.about["durable"] else ""
+        if figure is None or figure.reason:
+            reason = figure.reason if figure is not None else f"skipped: {peer.skipped}"
+            rows.append((f"{peer.name}: {reason}", "", "", "", "", ""))
+            continue
+        if part.action in ("lookup", "tokens"):
+            pair = [f"{1e6 * median(seconds):,.0f}" for seconds in (figure.peer_s, figure.limit_s)]
+        else:
+            nbytes = part.blocks * report.size.slot_bytes
+            pair = [f"{nbytes / median(seconds) / 1e6:,.0f}" for seconds in (figure.peer_s, figure.limit_s)]
+        ratios = figure.ratios
+        rows.append((peer.name + star, *pair, f"{figure.ratio:.3f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}"))
+    return rows
+
+
+def _promises(report: PeersReport) -> list[Row]:
+    rows: list[Row] = []
+    for peer in report.peers:
+        if peer.about is None:
+            rows.append((peer.name, "", "", "", f"skipped: {peer.skipped}"))
+        else:
+            about = peer.about
+            rows.append((peer.name, about["version"], about["durability"], about["integrity"], about["note"]))
+    return rows
+
+
+def _as_json(figure: Figure) -> dict[str, object]:
+    if figure.reason:
+        return {"reason": figure.reason}
+    return {
+        "peer_s": [round(seconds, 7) for seconds in figure.peer_s],
+        "limit_s": [round(seconds, 7) for seconds in figure.limit_s],
+        "ratio": round(figure.ratio, 4),
+        "low": round(min(figure.ratios), 4),
+        "high": round(max(figure.ratios), 4),
+    }
+
+
+def _markdown(report: PeersReport, plot: str) -> str:
+    size = report.size
+    parts = [
+        "# DuoKV beside its peers",
+        f"Made by `python -m duokv.bench.peers --write FILE` on {time.strftime('%Y-%m-%d', time.gmtime())}, "
+        f"{report.pairs} pairs a row.",
+        "\n".join(f"- {line}" for line in report.machine.lines()),
+        f"Blocks of {size.payload_bytes:,} bytes, the same for each and in the same order; what is read is checked to "
+        f"be what was put. `of limit` is the peer's rate as a share of the limit's, which is measured before and "
+        f"after it with {size.threads} threads: the median of the pairs, `low` and `high` their ends. Each peer times "
+        f"itself; rates count {size.slot_bytes:,} bytes a block. Cold: what is on the device was taken out of the "
+        "page cache.",
+        f"![plot]({plot})",
+    ]
+    for part in report.parts:
+        parts += [f"## {_title(part)}", f"{_limit(part)}.", markdown_table(_headings(part), _rows(report, part))]
+    parts += ["## What each promises", markdown_table(PROMISES, _promises(report), numbers=False)]
+    return "\n\n".join(parts) + "\n"
+
+
+# -- plot ------------------------------------------------------------------------------------------------------------
+
+
+def _plot(path: Path, report: PeersReport) -> None:
+    shown = [part for part in report.parts if part.action in ("cold", "warm", "put")]
+    with drawn(path, 12, 6, font_size=8) as canvas:
+        grid = canvas.subplots(2, 2).reshape(-1)
+        for axes, part in zip(grid, shown, strict=False):
+            found = [(peer.name, peer.figures[part]) for peer in report.peers if part in peer.figures]
+            found = [(name, figure) for name, figure in found if not figure.reason]
+            names, ratios = [name for name, _ in found], [figure.ratios for _, figure in found]
+            plot_ratios(axes, _title(part), names, ratios, rotation=30)
+        for axes in grid[len(shown) :]:
+            axes.set_axis_off()
