@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import lmdb
+import numpy as np
 
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.buffers import BufferPool
@@ -19,11 +20,11 @@ from duokv.kvstore.compaction import Compactor
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Degraded, Event, StoreFailed
-from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, stamp_of
+from duokv.kvstore.extent import PLACE, PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, stamp_of
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.index import Index, IndexTxn, is_approx
+from duokv.kvstore.index import Index, IndexTxn
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.lives import LifeCache, Stamps
+from duokv.kvstore.lives import Hop, LifeCache, Stamps
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, Policy
 from duokv.kvstore.policybook import PolicyBook
@@ -32,13 +33,14 @@ from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec
 from duokv.kvstore.space import Allocation, Space
-from duokv.kvstore.staging import Chunk, Payload, SlotsNotWritten, chunks_of, write_chunks
+from duokv.kvstore.staging import Chunk, Payload, SlotsNotWritten, chunks_of, slots_per_write, write_chunks
 from duokv.kvstore.walk import (
     CommitWalk,
     Found,
     MissReason,
     Runs,
     alive_lead,
+    head_of_hops,
     head_of_runs,
     overlap,
     walk_for_commit,
@@ -78,6 +80,7 @@ class BlockStore:
         self._state = threading.RLock()
         self._write = threading.RLock()
         self._cache = LifeCache()
+        index.watch(self._cache.written)
         self._stamps = Stamps()
         self._flushed = 0
         self.policies = PolicyBook()
@@ -103,52 +106,47 @@ class BlockStore:
             return Found((), 0, "index")
 
     def _find(self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool, use: bool) -> Found:
-        version = self._index.version()
-        with self._index.read() as txn, self._state:
+        with self._state, self._index.read() as txn:
             now_s = self._clock.wall()
             policy = self.policies.current(txn)
             class_id = policy.class_id(traffic)
-            hops = txn.walk(blob, 0, blocks)
-            reached = hops[-1][0] + hops[-1][4] if hops else 0
-            reason: MissReason | None = None if reached == blocks else "absent"
-            exact = next((hop[0] for hop in hops if is_approx(hop[2])), reached)
-            if exact_only and exact < reached:
-                hops, reason = [hop for hop in hops if hop[0] < exact], "approx"
-            held = [(place, self._cache.get(place, raw), count) for _, place, _, raw, count in hops]
+            walked = self._cache.walk(txn, blob, 0, blocks)
+            held, found, exact = walked.hops, walked.end, walked.exact
+            reason: MissReason | None = None if found == blocks else "absent"
+            if exact_only and exact < found:
+                held, found, reason = head_of_hops(held, exact), exact, "approx"
             alive, part = alive_lead(held, Cutoffs(policy, now_s))
             if alive < len(held):
-                held, reason = held[:alive], "expired"
+                expired, reason = held[alive][0], "expired"
+                held = held[:alive]
                 if part:
-                    held.append((hops[alive][1], self._cache.get(hops[alive][1], hops[alive][3]), part))
+                    held.append((expired, part))
+                found = sum([count for _, count in held])
             if use and held:
                 self._cache.use_whole(held, class_id, self._stamps.next(now_s))
-            found_blocks = sum([count for _, _, count in held])
-            whole = reason in (None, "absent") and exact == reached
-            tail = blob[(found_blocks - 1) * KEY_BYTES : found_blocks * KEY_BYTES] if whole else None
-        return Found(tuple(held), found_blocks, reason, version, tail, min(exact, found_blocks))
+        return Found(tuple(held), found, reason, min(exact, found))
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(
         self, blob: bytes, blocks: int, traffic: str | None, *, first: int, payload: Payload | None, origin: Origin,
-        known: Found | None = None,
+        known: object = None,
     ) -> Committed:  # fmt: skip
         """Renew what is stored of a prompt's first `blocks` blocks and store what is absent from block `first` on.
 
         A block whose parent is absent and not part of this commit is dropped: nothing could ever reach it. `payload`
-        None keeps the metadata only. `known`, what `find` just gave for this prompt, saves walking it again if nothing
-        was written since. Never raises for a full or failing backend: what could not be stored is dropped.
+        None keeps the metadata only. Never raises for a full or failing backend: what could not be stored is dropped.
         """
         stored = present = 0
         with self._write:
             try:
-                seen = self._index.version()
-                with self._index.read() as txn, self._state:
+                with self._state, self._index.read() as txn:
                     policy = self.policies.current(txn)
                     class_id = policy.class_id(traffic)
                     stamp = self._stamps.next(self._clock.wall())
-                    walk = walk_for_commit(txn, self._cache, blob, blocks, first, origin, known, seen)
-                    self._renew(walk, policy, class_id, stamp)
+                    walk = walk_for_commit(txn, self._cache, blob, blocks, first, origin)
+                    if walk.hops:
+                        self._renew(walk, policy, class_id, stamp)
                 present = walk.present
                 if walk.runs:
                     stored, present = self._store(walk, class_id, policy, stamp, payload)
@@ -166,9 +164,9 @@ class BlockStore:
         held = walk.hops
         cutoffs = Cutoffs(policy, self._clock.wall())
         alive, _ = alive_lead(held, cutoffs)
-        for place, life, count in held[alive:]:
-            if life.alive(cutoffs) < count:
-                self._cache.use(place, life, BORN_CLASS, count, stamp)
+        for hop, count in held[alive:]:
+            if hop.life.alive(cutoffs) < count:
+                self._cache.use(hop, BORN_CLASS, count, stamp)
         self._cache.use_whole(held, class_id, stamp)
 
     def _store(
@@ -189,7 +187,7 @@ class BlockStore:
             if walk.replace or self._due(stamp):
                 self._cache.flush(txn)
                 self._flushed = stamp
-            if txn.stored() != walk.stored:
+            if txn.snapshot != walk.snapshot:
                 # Another process may have stored the same blocks while ours were being written.
                 walk = walk.repeated(txn, self._cache)
             carried = self._replace(txn, walk, pieces, freed)
@@ -251,11 +249,10 @@ class BlockStore:
         if not walk.replace:
             return carried
         taken = {block + i for piece, block in pieces for i in range(piece.count)}
-        for (block, place, record, _, count), low in walk.replace:
-            raw = txn.life_raw(place)
-            if raw is None:
+        for hop, block, count, low in walk.replace:
+            life, extent = self._stored_at(txn, hop)
+            if life is None or extent is None:
                 continue
-            life, extent = Life.decode(raw), Extent.decode(record)
             high = min(count, life.n)
             while high > low and block + high - 1 not in taken:
                 high -= 1
@@ -280,6 +277,12 @@ class BlockStore:
             self.space.reclaimer.reset_queue()
         return carried
 
+    def _stored_at(self, txn: IndexTxn, hop: Hop) -> tuple[Life | None, Extent | None]:
+        segment, slot = PLACE.unpack(hop.place)
+        life, record = txn.life(place_of(segment, slot)), txn.record(hop.life.first)
+        whole = life is not None and record is not None and record.startswith(hop.place)
+        return (life, Extent.decode(record)) if whole and record else (None, None)
+
     def _publish(
         self, txn: IndexTxn, walk: CommitWalk, piece: tuple[Allocation, int], class_id: int, stamp: int,
         carried: list[tuple[int, Life]], freed: Freed,
@@ -290,7 +293,7 @@ class BlockStore:
         unused = (slots.slot, slots.count)
         for start, count in overlap(walk.runs, block, slots.count):
             keys = walk.blob[start * KEY_BYTES : (start + count) * KEY_BYTES]
-            prefixes = b"".join([keys[i : i + PREFIX_BYTES] for i in range(0, len(keys), KEY_BYTES)])
+            prefixes = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[:, :PREFIX_BYTES].tobytes()
             slot = slots.slot + start - block
             extent = Extent(slots.writer.number, slot, start, class_id, walk.origin, prefixes)
             life = Life.born(count, start, prefixes[:PREFIX_BYTES], class_id, stamp)
@@ -322,16 +325,15 @@ class BlockStore:
     def pin(self, blob: bytes, blocks: int, ttl_s: float) -> int:
         """Keep the stored leading blocks for `ttl_s` seconds whatever their class; returns how many are held."""
         with self._write:
-            with self._index.read() as txn, self._state:
+            with self._state, self._index.read() as txn:
                 policy = self.policies.current(txn)
                 cutoffs = Cutoffs(policy, self._clock.wall())
                 until = stamp_of(self._clock.wall() + ttl_s)
                 held = 0
-                for _, place, _, raw, count in txn.walk(blob, 0, blocks):
-                    life = self._cache.get(place, raw)
-                    alive = min(count, life.alive(cutoffs))
+                for hop, count in self._cache.walk(txn, blob, 0, blocks).hops:
+                    alive = min(count, hop.life.alive(cutoffs))
                     if alive:
-                        self._cache.use(place, life, PIN_CLASS, alive, until)
+                        self._cache.use(hop, PIN_CLASS, alive, until)
                     held += alive
                     if alive < count:
                         break

@@ -122,6 +122,7 @@ class Compactor:
 
     def _lost(self, name: str, extent: Extent, block: int, reason: str) -> None:
         with self._state, self._index.write() as txn:
+            txn.note_gaps()
             life = txn.life(extent.place)
             gone = 0 if life is None else life.n - block
             key = extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +19,13 @@ import lmdb
 import msgspec
 
 from duokv.kvstore.errors import StoreError
-from duokv.kvstore.extent import EXTENT_HEAD, PLACE, PREFIX_BYTES, Extent, Life
+from duokv.kvstore.extent import PLACE, PREFIX_BYTES, Extent, Life
 from duokv.kvstore.keys import KEY_BYTES
 
-INDEX_FORMAT = 0
+INDEX_FORMAT = 1
 _PLACE_BYTES = PLACE.size
+_TOTALS = struct.Struct("<QQQ")
+# physical bytes allocated, live blocks, extents ever stored
 
 
 class SegmentInfo(msgspec.Struct, array_like=True):
@@ -47,53 +50,32 @@ def segment_name(writer: str, number: int) -> str:
     return f"seg/{writer}/{number:08x}.seg"
 
 
-Hop: TypeAlias = tuple[int, bytes, bytes, bytes, int]
-"""One step of a walk: (first block, 8-byte place, raw extent record, raw life, blocks of the prompt found in it)."""
-
-
-def is_approx(record: bytes) -> bool:
-    """Whether an extent's blocks are the result of a bounded replay somewhere before them."""
-    return record[EXTENT_HEAD - 2] != 0
-
-
 class IndexTxn:
     """One LMDB transaction over all tables."""
 
-    def __init__(self, index: Index, txn: lmdb.Transaction) -> None:
+    def __init__(self, index: Index, txn: lmdb.Transaction, *, writing: bool = False) -> None:
         self._txn = txn
         # Opened without buffers=True, so values are bytes: copies that outlive the transaction.
         self._get = cast("Callable[[bytes, None, object], bytes | None]", txn.get)
         self._extents, self._lives, self._segments, self._meta = index.tables
+        self._writing = writing
+        self.snapshot: int = txn.id() - writing
+        """The write transaction, of any process, whose outcome this one sees."""
         self.endings: list[Callable[[bool], None]] = []
         """Called when a write transaction has ended, with whether it was committed: memory must not run ahead of it."""
+        self.wrote = False
+        self.changed_places: list[bytes] = []
+        """8-byte places whose lives this transaction changed otherwise than by uses."""
+        self.changed_firsts: list[bytes] = []
+        """First blocks whose entry this transaction set."""
+        self._infos: dict[int, SegmentInfo] = {}
+        self._before: dict[int, tuple[int, int]] = {}
+        self._put_infos: dict[int, SegmentInfo] = {}
+        self._stored = 0
 
-    def walk(self, blob: bytes, block: int, blocks: int) -> list[Hop]:
-        """Follow a prompt's key blob from block `block` to the first one that no extent holds.
-
-        Chained keys: equal last prefixes imply that all before are equal, so one compare usually settles a hop.
-        """
-        get, extents, lives = self._get, self._extents, self._lives
-        hops = []
-        while block < blocks:
-            at = block * KEY_BYTES
-            record = get(blob[at : at + PREFIX_BYTES], None, extents)
-            if record is None:
-                break
-            place = record[:_PLACE_BYTES]
-            life = get(place, None, lives)
-            if life is None:
-                break
-            count = int.from_bytes(life[:4], "little")
-            count = min(count, blocks - block)
-            mine = EXTENT_HEAD + count * PREFIX_BYTES
-            theirs = at + count * KEY_BYTES
-            if record[mine - PREFIX_BYTES : mine] != blob[theirs - KEY_BYTES : theirs - KEY_BYTES + PREFIX_BYTES]:
-                count = _agreeing(record, blob, block, count)
-            if not count:
-                break
-            hops.append((block, place, record, life, count))
-            block += count
-        return hops
+    def record(self, prefix: bytes) -> bytes | None:
+        """The raw record of the extent whose first block has this key prefix."""
+        return self._get(prefix, None, self._extents)
 
     def absent_run(self, blob: bytes, block: int, blocks: int) -> int:
         """How many blocks from `block` on start no extent."""
@@ -110,24 +92,37 @@ class IndexTxn:
 
     def put_extent(self, extent: Extent) -> None:
         """Store an extent under its first block."""
-        self._txn.put(extent.prefixes[:PREFIX_BYTES], extent.encode(), db=self._extents)
-        self.put_meta(b"stored", (self.stored() + 1).to_bytes(8, "little"))
+        first = extent.prefixes[:PREFIX_BYTES]
+        self._put(first, extent.encode(), self._extents)
+        self.changed_firsts.append(first)
+        self._stored += 1
 
     def stored(self) -> int:
         """Extents ever stored, by any process: tells whether another one stored some since."""
-        return int.from_bytes(self.meta(b"stored") or b"", "little")
+        return self._totals()[2] + self._stored
+
+    def has_gaps(self) -> bool:
+        """Whether a stored block may be without its parent, so that nothing reaches it."""
+        return self.meta(b"gaps") is not None
+
+    def note_gaps(self) -> None:
+        """Note that an extent went before what follows it in its chain. For ever, as later commits only fill gaps."""
+        if not self.has_gaps():
+            self.put_meta(b"gaps", b"\x01")
 
     def drop_extent(self, life: Life, place: int) -> None:
         """Remove an extent with its life; the first block's entry only if it still leads here."""
         key = PLACE.pack(place >> 32, place & 0xFFFFFFFF)
-        raw = self._get(life.first, None, self._extents)
-        if raw is not None and raw[:_PLACE_BYTES] == key:
-            self._txn.delete(life.first, db=self._extents)
-        self._txn.delete(key, db=self._lives)
+        with self._txn.cursor(db=self._extents) as cursor:
+            if cursor.set_key(life.first) and cursor.value()[:_PLACE_BYTES] == key:
+                cursor.delete()
+        self.drop_life(place)
 
     def drop_life(self, place: int) -> None:
         """Remove a life whose extent's entry is about to lead elsewhere."""
-        self._txn.delete(PLACE.pack(place >> 32, place & 0xFFFFFFFF), db=self._lives)
+        key = PLACE.pack(place >> 32, place & 0xFFFFFFFF)
+        self._txn.delete(key, db=self._lives)
+        self.changed_places.append(key)
 
     def life(self, place: int) -> Life | None:
         """The life of the extent at `place`."""
@@ -140,11 +135,13 @@ class IndexTxn:
 
     def put_life(self, place: int, life: Life) -> None:
         """Store a life."""
-        self.put_life_raw(PLACE.pack(place >> 32, place & 0xFFFFFFFF), life.encode())
+        key = PLACE.pack(place >> 32, place & 0xFFFFFFFF)
+        self._put(key, life.encode(), self._lives)
+        self.changed_places.append(key)
 
-    def put_life_raw(self, place: bytes, raw: bytes) -> None:
-        """Store a life already encoded, by the 8-byte place."""
-        self._txn.put(place, raw, db=self._lives)
+    def put_uses(self, place: bytes, raw: bytes) -> None:
+        """Store the encoded life of an extent with more uses than before, by the 8-byte place."""
+        self._put(place, raw, self._lives)
 
     def lives(self, segment: int | None = None) -> Iterator[tuple[int, Life]]:
         """All lives, or those of one segment, in order of place."""
@@ -165,40 +162,66 @@ class IndexTxn:
                 yield Extent.decode(bytes(raw))
 
     def segment(self, number: int) -> SegmentInfo | None:
-        """A segment's record."""
-        raw = self._get(number.to_bytes(4, "big"), None, self._segments)
-        return None if raw is None else msgspec.msgpack.decode(raw, type=SegmentInfo)
+        """A segment's record. Within a write transaction the same object each time."""
+        info = self._infos.get(number)
+        if info is None:
+            raw = self._get(number.to_bytes(4, "big"), None, self._segments)
+            if raw is None:
+                return None
+            info = msgspec.msgpack.decode(raw, type=SegmentInfo)
+            if self._writing:
+                self._infos[number] = info
+                self._before[number] = (info.allocated, info.live)
+        return info
 
     def put_segment(self, number: int, info: SegmentInfo) -> None:
-        """Store a segment's record; the totals follow it."""
-        key = number.to_bytes(4, "big")
-        old = self.segment(number)
-        self._txn.put(key, msgspec.msgpack.encode(info), db=self._segments)
-        self._add_totals(info.allocated - (old.allocated if old else 0), info.live - (old.live if old else 0))
+        """Store a segment's record, when the transaction ends; the totals follow it."""
+        if number not in self._before:
+            old = self.segment(number)
+            self._before[number] = (old.allocated, old.live) if old else (0, 0)
+        self._infos[number] = self._put_infos[number] = info
 
     def drop_segment(self, number: int) -> None:
         """Forget a segment; the totals follow it."""
+        self.settle()
         old = self.segment(number)
         if old is not None:
+            allocated, live = self._before.pop(number)
+            del self._infos[number]
             self._txn.delete(number.to_bytes(4, "big"), db=self._segments)
-            self._add_totals(-old.allocated, -old.live)
+            self._add_totals(-allocated, -live)
 
     def segments(self) -> list[tuple[int, SegmentInfo]]:
         """All segments in order of number."""
+        self.settle()
         with self._txn.cursor(db=self._segments) as cursor:
             return [(int.from_bytes(key, "big"), msgspec.msgpack.decode(raw, type=SegmentInfo)) for key, raw in cursor]
 
     def totals(self) -> tuple[int, int]:
         """(physical bytes allocated, live blocks) over all segments."""
-        raw = self.meta(b"totals") or bytes(16)
-        return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
+        self.settle()
+        return self._totals()[:2]
 
-    def _add_totals(self, allocated: int, live: int) -> None:
-        if allocated or live:
-            old_allocated, old_live = self.totals()
-            self.put_meta(
-                b"totals", (old_allocated + allocated).to_bytes(8, "little") + (old_live + live).to_bytes(8, "little")
-            )
+    def _totals(self) -> tuple[int, int, int]:
+        raw = self.meta(b"totals")
+        return (0, 0, 0) if raw is None else _TOTALS.unpack(raw)
+
+    def _add_totals(self, allocated: int, live: int, stored: int = 0) -> None:
+        if allocated or live or stored:
+            old = self._totals()
+            self.put_meta(b"totals", _TOTALS.pack(old[0] + allocated, old[1] + live, old[2] + stored))
+
+    def settle(self) -> None:
+        """Write what was gathered: a transaction that stores or cuts many extents writes each segment's record once."""
+        allocated = live = 0
+        for number, info in self._put_infos.items():
+            before = self._before[number]
+            self._before[number] = (info.allocated, info.live)
+            allocated, live = allocated + info.allocated - before[0], live + info.live - before[1]
+            self._put(number.to_bytes(4, "big"), msgspec.msgpack.encode(info), self._segments)
+        self._put_infos.clear()
+        self._add_totals(allocated, live, self._stored)
+        self._stored = 0
 
     def peek_segment(self) -> int:
         """The segment number to be handed out next."""
@@ -223,7 +246,7 @@ class IndexTxn:
 
     def put_meta(self, name: bytes, value: bytes) -> None:
         """Set a store-wide value."""
-        self._txn.put(name, value, db=self._meta)
+        self._put(name, value, self._meta)
 
     def drop_meta(self, name: bytes) -> None:
         """Remove a store-wide value."""
@@ -237,6 +260,18 @@ class IndexTxn:
         """Empty every table (a rebuild starts so)."""
         for table in (self._extents, self._lives, self._segments, self._meta):
             self._txn.drop(table, delete=False)
+        self._infos.clear()
+        self._before.clear()
+        self._put_infos.clear()
+        self._stored = 0
+
+    def _put(self, key: bytes, value: bytes, table: object) -> None:
+        self._txn.put(key, value, db=table)
+        self.wrote = True
+
+
+Watcher: TypeAlias = Callable[[IndexTxn, bool], None]
+"""Told of each write transaction of this process that has ended, before its `endings`, and whether it was committed."""
 
 
 class Index:
@@ -245,6 +280,7 @@ class Index:
     def __init__(self, path: Path, *, map_bytes: int, readonly: bool = False, lock: bool = True) -> None:
         self.path = path
         self._pid = os.getpid()
+        self._watchers: list[Watcher] = []
         try:
             if not readonly:
                 path.mkdir(parents=True, exist_ok=True)
@@ -273,17 +309,24 @@ class Index:
     def write(self) -> Iterator[IndexTxn]:
         """The only write transaction of all processes; commits unless an exception leaves the block."""
         self._same_process()
-        endings: list[Callable[[bool], None]] = []
         committed = False
+        txn: IndexTxn | None = None
         try:
             with self._env.begin(write=True) as raw:
-                txn = IndexTxn(self, raw)
-                endings = txn.endings
+                txn = IndexTxn(self, raw, writing=True)
                 yield txn
+                txn.settle()
             committed = True
         finally:
-            for ending in endings:
-                ending(committed)
+            if txn is not None:
+                for watcher in self._watchers:
+                    watcher(txn, committed)
+                for ending in txn.endings:
+                    ending(committed)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have a watcher told of write transactions from now on. Once, when the index is opened."""
+        self._watchers.append(watcher)
 
     def version(self) -> int:
         """Number of the last committed write transaction, of any process."""
@@ -305,17 +348,3 @@ class Index:
     def _same_process(self) -> None:
         if os.getpid() != self._pid:
             raise StoreError("index: opened before fork; open the store again in the child process")
-
-
-def _agreeing(record: bytes, blob: bytes, block: int, count: int) -> int:
-    """How many of an extent's first `count` blocks a prompt shares; the first and all before a shared one are."""
-    low, high = min(1, count), count - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        mine = EXTENT_HEAD + (middle - 1) * PREFIX_BYTES
-        theirs = (block + middle - 1) * KEY_BYTES
-        if record[mine : mine + PREFIX_BYTES] == blob[theirs : theirs + PREFIX_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -143,18 +143,18 @@ def token_bytes(tokens: TokenIds) -> bytes:
 
 def chain_blob(root: bytes, ids: bytes, blocks: int, media: Sequence[Media] = ()) -> bytes:
     """Return the concatenated keys of the first `blocks` blocks of `ids` (u32 LE bytes)."""
-    sha256 = hashlib.sha256
+    # A copy of a hash begun is cheaper than beginning one, and two updates than joining their bytes first.
+    begin = hashlib.sha256().copy
     key = root
     keys = []
-    if media:
-        for block in range(blocks):
-            body = ids[block * TOKEN_BYTES : (block + 1) * TOKEN_BYTES]
-            key = sha256(key + body + _media_in(block, media)).digest()
-            keys.append(key)
-    else:
-        for start in range(0, blocks * TOKEN_BYTES, TOKEN_BYTES):
-            key = sha256(key + ids[start : start + TOKEN_BYTES]).digest()
-            keys.append(key)
+    for block, (body,) in enumerate(struct.iter_unpack(f"{TOKEN_BYTES}s", ids[: blocks * TOKEN_BYTES])):
+        state = begin()
+        state.update(key)
+        state.update(body)
+        if media:
+            state.update(_media_in(block, media))
+        key = state.digest()
+        keys.append(key)
     return b"".join(keys)
 
 

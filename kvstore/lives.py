@@ -1,9 +1,17 @@
-"""Lives in memory: decoded lives with uses not yet written to the index, and the stamps that order uses."""
+"""Extents in memory: those this process met, with uses not yet written to the index, and the stamps that order uses.
+
+A walk hops from extent to extent in memory as long as nobody else wrote to the index since they were read, and asks the
+index for the rest.
+"""
 
 from __future__ import annotations
 
-from duokv.kvstore.extent import SEQUENCE_BITS, Life, stamp_of
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from duokv.kvstore.extent import EXTENT_HEAD, PLACE, PREFIX_BYTES, SEQUENCE_BITS, Extent, Life, stamp_of
 from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.keys import KEY_BYTES
 
 _KEPT = 100_000
 CLOCK_BACK = (5_000 << SEQUENCE_BITS) - 1
@@ -25,72 +33,220 @@ class Stamps:
         return stamp
 
 
+class Hop:
+    """An extent in memory. `raw` is its life in the index, `life` the same with this process's own uses.
+
+    place: 8 bytes. last: key prefix of its last block. approx: whether its blocks are the result of a bounded replay
+    somewhere before them. epoch: of the cache, when the index was last seen to be as is said here.
+    """
+
+    __slots__ = ("approx", "epoch", "last", "life", "place", "raw")
+
+    def __init__(self, place: bytes, raw: bytes, life: Life) -> None:
+        self.place = place
+        self.raw = raw
+        self.life = life
+        self.last = b""
+        self.approx = False
+        self.epoch = -1
+
+
+Hops: TypeAlias = list[tuple[Hop, int]]
+"""Extents along a prompt, each with how many of its leading blocks the prompt has."""
+
+
+@dataclass(slots=True)
+class Walked:
+    """The extents that hold a prompt's blocks from some block on without a gap; `end` is the block after them.
+
+    exact: the first block of an approximate extent, `end` if there is none.
+    """
+
+    end: int
+    exact: int
+    hops: Hops = field(default_factory=list)
+
+
 class LifeCache:
-    """Decoded lives by place, and which of them hold uses the index has not seen. Not thread-safe.
+    """Extents by place, and which of them hold uses the index has not seen. Not thread-safe.
 
     The index stays the truth for how many blocks an extent has; uses merge by max in either direction, so that
     processes of one host can renew the same extent.
     """
 
     def __init__(self) -> None:
-        self._lives: dict[bytes, tuple[bytes, Life]] = {}
+        self._hops: dict[bytes, Hop] = {}
+        self._firsts: dict[bytes, Hop] = {}
+        """By key prefix of the first block, for walks."""
         self._dirty: set[bytes] = set()
+        self._epoch = 0
+        """Grows when another process has written: what was read before may be otherwise now."""
+        self._snapshot = -1
+        """The write transaction whose outcome this is."""
 
-    def get(self, place: bytes, raw: bytes) -> Life:
-        """The life at `place`, whose record in the index is `raw`, with this process's own uses."""
-        cached = self._lives.get(place)
-        if cached is not None and cached[0] == raw:
-            return cached[1]
-        life = Life.decode(raw)
-        if cached is not None and place in self._dirty:
-            life.merge(cached[1])
-            life.cut(life.n)
-        elif len(self._lives) >= _KEPT:
-            self._shrink()
-        self._lives[place] = (raw, life)
-        return life
+    def walk(self, txn: IndexTxn, blob: bytes, block: int, blocks: int) -> Walked:
+        """Follow a prompt's key blob from block `block` to the first one that no extent holds.
 
-    def use(self, place: bytes, life: Life, class_id: int, upto: int, stamp: int) -> None:
-        """Record a use on a life that `get` returned."""
-        life.use(class_id, upto, stamp)
-        self._dirty.add(place)
-
-    def use_whole(self, hops: list[tuple[bytes, Life, int]], class_id: int, stamp: int) -> None:
-        """Record one use over the extents of a walk: (place, life, blocks used) each, `stamp` newer than any before."""
-        for _, life, count in hops:
-            steps = life.steps.get(class_id)
-            if steps is not None and steps[-1][0] <= count and steps[0][1] < stamp:
-                life.steps[class_id] = [(count, stamp)]
+        Chained keys: equal last prefixes imply that all before are equal, so one compare usually settles a hop.
+        """
+        epoch = self._epoch_of(txn)
+        known = self._firsts.get
+        walked = Walked(block, -1)
+        hops = walked.hops
+        end = blocks * KEY_BYTES
+        at = block * KEY_BYTES
+        while at < end:
+            hop = known(blob[at : at + PREFIX_BYTES])
+            if hop is not None and hop.epoch == epoch:
+                count = hop.life.n
+                after = at + count * KEY_BYTES
             else:
-                life.use(class_id, count, stamp)
-        self._dirty.update([place for place, _, _ in hops])
+                after = end + 1
+            if hop is None or after > end or blob[after - KEY_BYTES : after - PREFIX_BYTES] != hop.last:
+                hop, count = self._read(txn, blob[at:end], epoch)
+                if hop is None or not count:
+                    break
+                after = at + count * KEY_BYTES
+            if hop.approx and walked.exact < 0:
+                walked.exact = at // KEY_BYTES
+            hops.append((hop, count))
+            at = after
+        walked.end = at // KEY_BYTES
+        if walked.exact < 0:
+            walked.exact = walked.end
+        return walked
+
+    def _read(self, txn: IndexTxn, blob: bytes, epoch: int | None) -> tuple[Hop | None, int]:
+        """The extent that starts with the first block of `blob`, as the index has it, and the blocks they share."""
+        record = txn.record(blob[:PREFIX_BYTES])
+        if record is None:
+            return None, 0
+        place = record[: PLACE.size]
+        raw = txn.life_raw(place)
+        if raw is None:
+            return None, 0
+        hop = self.get(place, raw)
+        n = hop.life.n
+        hop.last = record[EXTENT_HEAD + (n - 1) * PREFIX_BYTES : EXTENT_HEAD + n * PREFIX_BYTES]
+        hop.approx = record[EXTENT_HEAD - 2] != 0
+        hop.epoch = -1 if epoch is None else epoch
+        self._firsts[hop.life.first] = hop
+        return hop, _agreeing(record, blob, min(n, len(blob) // KEY_BYTES))
+
+    def get(self, place: bytes, raw: bytes) -> Hop:
+        """The extent at `place`, whose life in the index is `raw`, with this process's own uses."""
+        hop = self._hops.get(place)
+        if hop is None:
+            if len(self._hops) >= _KEPT:
+                self._shrink()
+            hop = self._hops[place] = Hop(place, raw, Life.decode(raw))
+        elif hop.raw != raw:
+            life = Life.decode(raw)
+            if place in self._dirty:
+                life.merge(hop.life)
+                life.cut(life.n)
+            hop.raw, hop.life, hop.epoch = raw, life, -1
+        return hop
+
+    def add(self, extent: Extent, life: Life, raw: bytes) -> None:
+        """Note an extent that was just stored, with the life that the index has of it."""
+        place = PLACE.pack(extent.segment, extent.first_slot)
+        hop = Hop(place, raw, life)
+        hop.last = extent.prefixes[-PREFIX_BYTES:]
+        hop.approx = extent.origin != 0
+        hop.epoch = self._epoch
+        if len(self._hops) >= _KEPT:
+            self._shrink()
+        self._hops[place] = self._firsts[life.first] = hop
+
+    def use(self, hop: Hop, class_id: int, upto: int, stamp: int) -> None:
+        """Record a use of an extent."""
+        hop.life.use(class_id, upto, stamp)
+        self._dirty.add(hop.place)
+
+    def use_whole(self, hops: Hops, class_id: int, stamp: int) -> None:
+        """Record one use over the extents of a walk, as many blocks of each as used, `stamp` newer than any before."""
+        for hop, count in hops:
+            steps = hop.life.steps.get(class_id)
+            if steps is not None and steps[-1][0] <= count and steps[0][1] < stamp:
+                hop.life.steps[class_id] = [(count, stamp)]
+            else:
+                hop.life.use(class_id, count, stamp)
+        self._dirty.update([hop.place for hop, _ in hops])
 
     def pending(self) -> int:
-        """Lives with uses not yet in the index."""
+        """Extents with uses not yet in the index."""
         return len(self._dirty)
 
     def flush(self, txn: IndexTxn) -> None:
         """Write the pending uses, whole chains together: a parent must never look older than its child."""
-        written: dict[bytes, tuple[bytes, Life]] = {}
+        written: list[tuple[Hop, bytes]] = []
         gone = []
+        epoch = self._epoch_of(txn)
         for place in self._dirty:
-            raw = txn.life_raw(place)
-            if raw is None:
-                gone.append(place)
-                continue
-            life = self.get(place, raw)
-            encoded = life.encode()
-            txn.put_life_raw(place, encoded)
-            written[place] = (encoded, life)
+            hop = self._hops.get(place)
+            if hop is None or hop.epoch != epoch:
+                raw = txn.life_raw(place)
+                if raw is None:
+                    gone.append(place)
+                    continue
+                hop = self.get(place, raw)
+            encoded = hop.life.encode()
+            txn.put_uses(place, encoded)
+            written.append((hop, encoded))
 
         def settle(committed: bool) -> None:
-            if committed:
-                self._lives.update(written)
-                for place in gone:
-                    self._lives.pop(place, None)
-                self._dirty.difference_update(written, gone)
+            if not committed:
+                return
+            for hop, encoded in written:
+                hop.raw = encoded
+                self._dirty.discard(hop.place)
+            for place in gone:
+                self._forget(place)
+                self._dirty.discard(place)
 
         txn.endings.append(settle)
 
+    def written(self, txn: IndexTxn, committed: bool) -> None:
+        """Take note of a write transaction of this process that has ended: an index watcher."""
+        if not committed:
+            # A walk inside it may have read what is not so.
+            self._epoch += 1
+            return
+        for first in txn.changed_firsts:
+            self._firsts.pop(first, None)
+        for place in txn.changed_places:
+            self._forget(place)
+        if txn.wrote and self._snapshot == txn.snapshot:
+            self._snapshot += 1
+
+    def _epoch_of(self, txn: IndexTxn) -> int | None:
+        """The epoch of what a transaction sees; None if that is not what is here: it is older, or changed by itself."""
+        if txn.snapshot > self._snapshot:
+            self._snapshot = txn.snapshot
+            self._epoch += 1
+        same = txn.snapshot == self._snapshot and not txn.changed_places and not txn.changed_firsts
+        return self._epoch if same else None
+
+    def _forget(self, place: bytes) -> None:
+        hop = self._hops.pop(place, None)
+        if hop is not None and self._firsts.get(hop.life.first) is hop:
+            del self._firsts[hop.life.first]
+
     def _shrink(self) -> None:
-        self._lives = {place: self._lives[place] for place in self._dirty}
+        self._hops = {place: self._hops[place] for place in self._dirty if place in self._hops}
+        self._firsts = {}
+
+
+def _agreeing(record: bytes, blob: bytes, count: int) -> int:
+    """How many of an extent's first `count` blocks a prompt shares; the first and all before a shared one are."""
+    low, high = min(1, count), count
+    while low < high:
+        middle = (low + high + 1) // 2
+        mine = EXTENT_HEAD + (middle - 1) * PREFIX_BYTES
+        theirs = (middle - 1) * KEY_BYTES
+        if record[mine : mine + PREFIX_BYTES] == blob[theirs : theirs + PREFIX_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

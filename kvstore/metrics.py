@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from duokv.kvstore import events as ev
 
-_PLAIN: Mapping[type[ev.Event], str] = {
-    ev.StoreFailed: "store_failures",
-    ev.BlockQuarantined: "blocks_quarantined",
-    ev.ClockJumped: "clock_jumps",
-    ev.WindowStored: "windows_stored",
-}
+_Count: TypeAlias = tuple[tuple[str, ...], int]
+"""((name, label, value, label, value, ...), amount)."""
 
 
 class Counters:
@@ -21,58 +18,77 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = defaultdict(int)
+        self._counts: dict[tuple[str, ...], int] = defaultdict(int)
 
     def __call__(self, event: ev.Event) -> None:
         """Count one event."""
+        counted = _COUNTED.get(type(event))
+        if counted is None:
+            return
+        counts = counted(event)
         with self._lock:
-            for name, amount in _counted(event):
+            for name, amount in counts:
                 self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
         """All counts so far by `name` or `name{label="value"}`."""
         with self._lock:
-            return dict(self._counts)
+            counts = dict(self._counts)
+        return {_named(*name): amount for name, amount in counts.items()}
 
 
-def _counted(event: ev.Event) -> list[tuple[str, int]]:
-    match event:
-        case ev.PrefixLookedUp(retry=True) | ev.RequestServed(retry=True):
-            return []
-        case ev.PrefixLookedUp() | ev.RequestServed() | ev.BlocksStored() | ev.BlocksLoaded():
-            return _tokens_and_blocks(event)
-        case ev.BlocksEvicted():
-            return [(f'blocks_evicted{{reason="{event.reason}"}}', event.blocks)]
-        case ev.WindowEvicted():
-            return [(f'windows_evicted{{reason="{event.reason}"}}', 1)]
-        case ev.WindowLeased():
-            return [("window_hits" if event.hit else "window_misses", 1)]
-        case ev.SpaceFreed():
-            return [("bytes_freed", event.bytes)]
-        case _:
-            return [(name, 1)] if (name := _PLAIN.get(type(event))) else []
+def _named(name: str, *labels: str) -> str:
+    pairs = [f'{label}="{value}"' for label, value in zip(labels[::2], labels[1::2], strict=True)]
+    return f"{name}{{{','.join(pairs)}}}" if pairs else name
 
 
-def _tokens_and_blocks(
-    event: ev.PrefixLookedUp | ev.RequestServed | ev.BlocksStored | ev.BlocksLoaded,
-) -> list[tuple[str, int]]:
-    if isinstance(event, ev.BlocksLoaded):
-        missed = [(f'load_misses{{reason="{event.reason}"}}', event.wanted - event.loaded)] if event.reason else []
-        cached = [("blocks_cached", event.cached), ("bytes_cached", event.bytes_cached)] if event.cached else []
-        return [("blocks_loaded", event.loaded), ("bytes_read", event.bytes_read), *cached, *missed]
-    label = f'class="{event.traffic}"'
-    if isinstance(event, ev.RequestServed):
-        parts = ("swa_hit", "block_hit", "replayed", "computed")
-        return [(f'request_tokens{{{label},by="{part}"}}', getattr(event, part)) for part in parts]
-    if isinstance(event, ev.BlocksStored):
-        counts = {"stored": event.new, "present": event.present, "dropped": event.dropped}
-        return [
-            *((f"blocks_{what}{{{label}}}", n) for what, n in counts.items()),
-            ("bytes_written", event.bytes_written),
-        ]
+def _looked_up(event: ev.PrefixLookedUp) -> list[_Count]:
+    if event.retry:
+        return []
+    traffic, hit, miss = event.traffic, event.hit_tokens, event.miss_tokens
     return [
-        (f"lookups{{{label}}}", 1),
-        (f"query_tokens{{{label}}}", event.hit_tokens + event.miss_tokens),
-        (f"hit_tokens{{{label}}}", event.hit_tokens),
-        (f"miss_tokens{{{label}}}", event.miss_tokens),
+        (("lookups", "class", traffic), 1),
+        (("query_tokens", "class", traffic), hit + miss),
+        (("hit_tokens", "class", traffic), hit),
+        (("miss_tokens", "class", traffic), miss),
     ]
+
+
+def _served(event: ev.RequestServed) -> list[_Count]:
+    parts = () if event.retry else ("swa_hit", "block_hit", "replayed", "computed")
+    return [(("request_tokens", "class", event.traffic, "by", part), getattr(event, part)) for part in parts]
+
+
+def _stored(event: ev.BlocksStored) -> list[_Count]:
+    traffic = event.traffic
+    return [
+        (("blocks_stored", "class", traffic), event.new),
+        (("blocks_present", "class", traffic), event.present),
+        (("blocks_dropped", "class", traffic), event.dropped),
+        (("bytes_written",), event.bytes_written),
+    ]
+
+
+def _loaded(event: ev.BlocksLoaded) -> list[_Count]:
+    counts: list[_Count] = [(("blocks_loaded",), event.loaded), (("bytes_read",), event.bytes_read)]
+    if event.cached:
+        counts += [(("blocks_cached",), event.cached), (("bytes_cached",), event.bytes_cached)]
+    if event.reason:
+        counts.append((("load_misses", "reason", event.reason), event.wanted - event.loaded))
+    return counts
+
+
+_COUNTED: Mapping[type[ev.Event], Callable[..., list[_Count]]] = {
+    ev.PrefixLookedUp: _looked_up,
+    ev.RequestServed: _served,
+    ev.BlocksStored: _stored,
+    ev.BlocksLoaded: _loaded,
+    ev.BlocksEvicted: lambda event: [(("blocks_evicted", "reason", event.reason), event.blocks)],
+    ev.WindowEvicted: lambda event: [(("windows_evicted", "reason", event.reason), 1)],
+    ev.WindowLeased: lambda event: [(("window_hits" if event.hit else "window_misses",), 1)],
+    ev.WindowStored: lambda _: [(("windows_stored",), 1)],
+    ev.SpaceFreed: lambda event: [(("bytes_freed",), event.bytes)],
+    ev.StoreFailed: lambda _: [(("store_failures",), 1)],
+    ev.BlockQuarantined: lambda _: [(("blocks_quarantined",), 1)],
+    ev.ClockJumped: lambda _: [(("clock_jumps",), 1)],
+}

@@ -89,8 +89,8 @@ class VictimQueue:
             keep = life.alive(cutoffs)
             if keep < life.n:
                 cuts.append(Cut(place, life.n, keep, "expired"))
-                life.cut(keep)
             if keep:
+                life.cut(keep)
                 alive.append((place, life))
         # Only now: a deadline just past can still round to within the life, and would come up again and again.
         for place, life in alive:

@@ -19,6 +19,7 @@ from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
 from duokv.kvstore.segment import parse_name
 
+_LEAVES_FIRST: tuple[Reason, ...] = ("expired", "capacity")
 _QUEUE_KEPT_S = 60.0
 """How long a queue may miss extents that other processes stored; they expire them themselves meanwhile."""
 
@@ -69,6 +70,9 @@ class Reclaimer:
         with self._state, self._index.write() as txn:
             self._cache.flush(txn)
             queue = self._victims(txn, policy)
+            if policy.any_fixed:
+                # A parent was stored before its child.
+                txn.note_gaps()
             now_s = self._clock.wall()
             freed = Freed()
             plan = queue.plan_expired(txn, now_s)
@@ -129,10 +133,12 @@ class Reclaimer:
         life = txn.life(cut.place)
         if life is None or life.n <= cut.keep:
             return 0
+        if cut.reason not in _LEAVES_FIRST:
+            txn.note_gaps()
         gone = life.n - cut.keep
         segment, slot = cut.place >> 32, cut.place & 0xFFFFFFFF
-        life.cut(cut.keep)
         if cut.keep:
+            life.cut(cut.keep)
             txn.put_life(cut.place, life)
         else:
             txn.drop_extent(life, cut.place)

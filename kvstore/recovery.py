@@ -123,6 +123,7 @@ class Recovery:
     def _forget(self, number: int) -> None:
         with self._index.write() as txn:
             for place, life in list(txn.lives(number)):
+                txn.note_gaps()
                 txn.drop_extent(life, place)
             txn.drop_segment(number)
 
@@ -193,6 +194,8 @@ class Recovery:
                 highest = max(highest, parsed[1])
                 self._read_segment(txn, file, parsed[0], parsed[1], checkpoint or Checkpoint(), done)
             part_overlaps(txn)
+            if done.segments:
+                txn.note_gaps()
             for number, info in txn.segments():
                 info.live = sum(life.n for _, life in txn.lives(number))
                 txn.put_segment(number, info)

@@ -16,7 +16,7 @@ from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.events import BlocksEvicted, Degraded, Event, StoreFailed
-from duokv.kvstore.extent import Extent, Life
+from duokv.kvstore.extent import PLACE, Extent, Life
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
 from duokv.kvstore.lives import LifeCache
@@ -192,8 +192,9 @@ class Space:
         if info is None or info.sealed:
             freed.lost.add(writer.number)
             return False
+        raw = life.encode()
         txn.put_extent(extent)
-        txn.put_life(extent.place, life)
+        txn.put_uses(PLACE.pack(extent.segment, extent.first_slot), raw)
         info.used = max(info.used, extent.first_slot + extent.blocks)
         info.live += extent.blocks
         txn.put_segment(writer.number, info)
@@ -201,6 +202,7 @@ class Space:
         def settle(committed: bool) -> None:
             if committed:
                 writer.publish(extent, stamp)
+                self._cache.add(extent, life, raw)
                 self.reclaimer.note_stored(extent.place, life)
 
         txn.endings.append(settle)
@@ -338,6 +340,7 @@ class Space:
         ours = [writer for writer in self._writers() if writer.number == number]
         with self._state, self._index.write() as txn:
             self._cache.flush(txn)
+            txn.note_gaps()
             blocks = 0
             for place, life in list(txn.lives(number)):
                 txn.drop_extent(life, place)

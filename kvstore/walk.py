@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from duokv.kvstore.extent import PLACE, Cutoffs, Life
-from duokv.kvstore.index import Hop, IndexTxn, is_approx
-from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.lives import LifeCache
+from duokv.kvstore.extent import PLACE, Cutoffs
+from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.lives import Hop, Hops, LifeCache
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.reader import Span
 
@@ -23,57 +22,45 @@ MissReason = Literal["absent", "expired", "approx", "index"]
 class Found:
     """The leading blocks of a prompt that are stored and alive, and why the next one is not.
 
-    held: (8-byte place, life, leading blocks of it that the prompt has) per extent. version: the index's when they were
-    found. tail: key of the last block if these are all the blocks stored of the prompt and all exact, else None.
-    exact: how many of the leading blocks are exact.
+    held: (extent, leading blocks of it that the prompt has) each. exact: how many of the leading blocks are exact.
     """
 
-    held: tuple[tuple[bytes, Life, int], ...]
+    held: tuple[tuple[Hop, int], ...]
     blocks: int
     reason: MissReason | None
-    version: int = -1
-    tail: bytes | None = None
     exact: int = 0
 
     def spans(self, until: int | None = None) -> tuple[Span, ...]:
         """Where the blocks are, or those before block `until`."""
         spans = []
         block = 0
-        for place, _, count in self.held:
+        for hop, count in self.held:
             left = count if until is None else min(count, until - block)
             if left <= 0:
                 break
-            segment, slot = PLACE.unpack(place)
+            segment, slot = PLACE.unpack(hop.place)
             spans.append(Span(segment, slot, block, left))
             block += count
         return tuple(spans)
-
-    def still_holds(self, version: int, blob: bytes, blocks: int) -> bool:
-        """Whether a commit of a prompt's first `blocks` blocks may take this for its own walk's beginning."""
-        if not self.held or self.version != version or self.tail is None or blocks < self.blocks:
-            return False
-        _, life, count = self.held[-1]
-        at = self.blocks * KEY_BYTES
-        return (count == life.n or blocks == self.blocks) and blob[at - KEY_BYTES : at] == self.tail
 
 
 @dataclass(slots=True)
 class CommitWalk:
     """A prompt against the index.
 
-    stored: the index's count of extents ever stored. hops: (place, life, blocks of the prompt) per extent found. runs:
-    blocks to write. replace: hops whose blocks from an offset on are approximate and are to be replaced by exact ones.
-    present: blocks of the commit found stored.
+    snapshot: of the index. hops: the extents found. runs: blocks to write. replace: (extent,
+    its first block in the prompt, blocks of it that the prompt has, how many of these stay) of those whose blocks are
+    approximate and are to be replaced by exact ones. present: blocks of the commit found stored.
     """
 
     blob: bytes
     blocks: int
     first: int
     origin: Origin
-    stored: int
-    hops: list[tuple[bytes, Life, int]] = field(default_factory=list)
+    snapshot: int
+    hops: Hops = field(default_factory=list)
     runs: Runs = field(default_factory=list)
-    replace: list[tuple[Hop, int]] = field(default_factory=list)
+    replace: list[tuple[Hop, int, int, int]] = field(default_factory=list)
     present: int = 0
 
     def repeated(self, txn: IndexTxn, cache: LifeCache) -> CommitWalk:
@@ -82,51 +69,54 @@ class CommitWalk:
 
 
 def walk_for_commit(
-    txn: IndexTxn, cache: LifeCache, blob: bytes, blocks: int, first: int, origin: Origin,
-    known: Found | None = None, version: int = -1,
-) -> CommitWalk:  # fmt: skip
+    txn: IndexTxn, cache: LifeCache, blob: bytes, blocks: int, first: int, origin: Origin
+) -> CommitWalk:
     """Find what is stored of a prompt's first `blocks` blocks, and what a commit from block `first` on must write."""
-    walk = CommitWalk(blob, blocks, first, origin, txn.stored())
+    walk = CommitWalk(blob, blocks, first, origin, txn.snapshot)
     reachable = True
     block = 0
-    if known is not None and known.still_holds(version, blob, blocks):
-        walk.hops.extend(known.held)
-        block = known.blocks
-        walk.present = max(0, block - first)
     while block < blocks:
-        hops = txn.walk(blob, block, blocks)
-        if not hops:
+        walked = cache.walk(txn, blob, block, blocks)
+        if not walked.hops:
             # At least one: an extent whose life is gone holds nothing either.
-            absent = max(1, txn.absent_run(blob, block, blocks))
+            absent = max(1, txn.absent_run(blob, block, blocks)) if txn.has_gaps() else blocks - block
             reachable = reachable and block >= first
             if reachable:
                 extend_runs(walk.runs, block, absent)
             block += absent
             continue
-        for hop in hops:
-            block, place, record, raw, count = hop
-            walk.hops.append((place, cache.get(place, raw), count))
-            low = max(first, block)
-            covered = block + count - low
-            if covered > 0 and reachable and origin is Origin.EXACT and is_approx(record):
-                walk.replace.append((hop, low - block))
-                extend_runs(walk.runs, low, covered)
-            elif covered > 0:
-                walk.present += covered
-        block += count
+        walk.hops += walked.hops
+        if reachable and origin is Origin.EXACT and walked.exact < walked.end:
+            _replace_approximate(walk, walked.hops, block)
+        elif walked.end > first:
+            walk.present += walked.end - max(first, block)
+        block = walked.end
     return walk
 
 
-def alive_lead(held: list[tuple[bytes, Life, int]], cutoffs: Cutoffs) -> tuple[int, int]:
+def _replace_approximate(walk: CommitWalk, hops: Hops, block: int) -> None:
+    """Have the approximate ones among the extents found from block `block` on replaced."""
+    for hop, count in hops:
+        low = max(walk.first, block)
+        covered = block + count - low
+        if covered > 0 and hop.approx:
+            walk.replace.append((hop, block, count, low - block))
+            extend_runs(walk.runs, low, covered)
+        elif covered > 0:
+            walk.present += covered
+        block += count
+
+
+def alive_lead(held: Hops, cutoffs: Cutoffs) -> tuple[int, int]:
     """How many extents of a walk are alive as far as the prompt goes, and the alive blocks of the next one.
 
     A use covers a prefix, so under sliding rules a parent is never older than its child and the last one speaks for
     all; a fixed life counts from the store time, and a parent is stored first.
     """
-    if not held or (not cutoffs.any_fixed and held[-1][1].alive(cutoffs) >= held[-1][2]):
+    if not held or (not cutoffs.any_fixed and held[-1][0].life.alive(cutoffs) >= held[-1][1]):
         return len(held), 0
-    for i, (_, life, count) in enumerate(held):
-        alive = life.alive(cutoffs)
+    for i, (hop, count) in enumerate(held):
+        alive = hop.life.alive(cutoffs)
         if alive < count:
             return i, alive
     return len(held), 0
@@ -156,5 +146,16 @@ def head_of_runs(runs: Runs, count: int) -> Runs:
         if count <= 0:
             break
         kept.append((first, min(length, count)))
+        count -= length
+    return kept
+
+
+def head_of_hops(hops: Hops, count: int) -> Hops:
+    """The leading `count` blocks of a walk."""
+    kept = []
+    for hop, length in hops:
+        if count <= 0:
+            break
+        kept.append((hop, min(length, count)))
         count -= length
     return kept

@@ -219,8 +219,8 @@ class World:
     def evict(self, tokens: Sequence[int], *, keep: int) -> None:
         """Take a text's blocks from block `keep` on out of the index, as reclaim would."""
         found = self.store.blocks.find(chain_keys(NS, tokens).blob, len(tokens) // 128, None, use=False)
-        for (place, _, _), span in zip(found.held, found.spans(), strict=True):
-            self.store.blocks.take_out(int.from_bytes(place, "big"), max(0, keep - span.block), "capacity")
+        for (hop, _), span in zip(found.held, found.spans(), strict=True):
+            self.store.blocks.take_out(int.from_bytes(hop.place, "big"), max(0, keep - span.block), "capacity")
 
     @contextmanager
     def engine(self, mode: Mode = "bounded", *, keep_rows: int = 140, **changes: object) -> Iterator[Engine]:

@@ -72,8 +72,8 @@ class World:
 
     def cut(self, keep: int) -> None:
         """Take the prompt's blocks from `keep` on out of the index, as reclaim would."""
-        for (place, _, _), span in zip(self.hit._found.held, self.hit._found.spans(), strict=True):
-            self.store.blocks.take_out(int.from_bytes(place, "big"), max(0, keep - span.block), "capacity")
+        for (hop, _), span in zip(self.hit._found.held, self.hit._found.spans(), strict=True):
+            self.store.blocks.take_out(int.from_bytes(hop.place, "big"), max(0, keep - span.block), "capacity")
 
     def last(self) -> BlocksLoaded:
         return next(event for event in reversed(self.events) if isinstance(event, BlocksLoaded))
