@@ -265,7 +265,7 @@ class IndexTxn:
         self._put_infos.clear()
         self._stored = 0
 
-    def _put(self, key: bytes, value: bytes, table: object) -> None:
+    def _put(self, key: bytes, value: bytes, table: lmdb._Database) -> None:
         self._txn.put(key, value, db=table)
         self.wrote = True
 

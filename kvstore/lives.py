@@ -57,7 +57,7 @@ Hops: TypeAlias = list[tuple[Hop, int]]
 
 @dataclass(slots=True)
 class Walked:
-    """The extents that hold a prompt's blocks from some block on without a gap; `end` is the block after them.
+    """The extents that hold a prompt's blocks from some block on without a gap; `end` is the block after them. A value.
 
     exact: the first block of an approximate extent, `end` if there is none.
     """
@@ -83,6 +83,9 @@ class LifeCache:
         """Grows when another process has written: what was read before may be otherwise now."""
         self._snapshot = -1
         """The write transaction whose outcome this is."""
+        self._asked: tuple[bytes, int, int, int | None] = (b"", 0, 0, None)
+        self._walked = Walked(0, 0)
+        """What the last walk was asked, and its answer: a commit often follows its lookup."""
 
     def walk(self, txn: IndexTxn, blob: bytes, block: int, blocks: int) -> Walked:
         """Follow a prompt's key blob from block `block` to the first one that no extent holds.
@@ -90,6 +93,9 @@ class LifeCache:
         Chained keys: equal last prefixes imply that all before are equal, so one compare usually settles a hop.
         """
         epoch = self._epoch_of(txn)
+        asked = (blob, block, blocks, epoch)
+        if asked == self._asked:
+            return self._walked
         known = self._firsts.get
         walked = Walked(block, -1)
         hops = walked.hops
@@ -114,6 +120,8 @@ class LifeCache:
         walked.end = at // KEY_BYTES
         if walked.exact < 0:
             walked.exact = walked.end
+        if epoch is not None:
+            self._asked, self._walked = asked, walked
         return walked
 
     def _read(self, txn: IndexTxn, blob: bytes, epoch: int | None) -> tuple[Hop | None, int]:
@@ -167,9 +175,10 @@ class LifeCache:
     def use_whole(self, hops: Hops, class_id: int, stamp: int) -> None:
         """Record one use over the extents of a walk, as many blocks of each as used, `stamp` newer than any before."""
         for hop, count in hops:
-            steps = hop.life.steps.get(class_id)
+            every = hop.life.steps
+            steps = every.get(class_id)
             if steps is not None and steps[-1][0] <= count and steps[0][1] < stamp:
-                hop.life.steps[class_id] = [(count, stamp)]
+                every[class_id] = [(count, stamp)]
             else:
                 hop.life.use(class_id, count, stamp)
         self._dirty.update([hop.place for hop, _ in hops])
@@ -213,6 +222,8 @@ class LifeCache:
             # A walk inside it may have read what is not so.
             self._epoch += 1
             return
+        if txn.changed_firsts or txn.changed_places:
+            self._asked = (b"", 0, 0, None)
         for first in txn.changed_firsts:
             self._firsts.pop(first, None)
         for place in txn.changed_places:

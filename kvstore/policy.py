@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -28,7 +29,7 @@ class ClassRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["sliding", "fixed"] = "sliding"
 
 
-class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """All class rules of a store, and the class of callers that name none.
 
     `ids` maps every class name ever used to its number in stored records; a number is never given out twice. A class
@@ -71,7 +72,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         version = previous.version + 1 if previous else self.version
         return Policy(self.classes, self.default, ids, version)
 
-    @property
+    @cached_property
     def any_fixed(self) -> bool:
         """Whether a class counts lives from the store time."""
         return any(rule.mode == "fixed" for rule in self.classes.values())
@@ -95,4 +96,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def rule_of(self, class_id: int) -> ClassRule:
         """Return the rule in force for a stored class number; removed classes follow the default's."""
-        return self.classes.get(self.name_of(class_id), self.classes[self.default])
+        return self._rules.get(class_id, self.classes[self.default])
+
+    @cached_property
+    def _rules(self) -> dict[int, ClassRule]:
+        return {self.ids[name]: rule for name, rule in self.classes.items() if name in self.ids}

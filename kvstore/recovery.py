@@ -6,7 +6,6 @@ machine, or when it is missing, it is built anew from segment footers and, for s
 
 from __future__ import annotations
 
-import itertools
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,8 @@ from duokv.kvstore.segment import parse_name, read_footer, seal_file
 POLICY_FILE = "policy.json"
 LIVES_FILE = "lives.ckpt"
 _READ_S = 60.0
+_PROBES = 64
+"""Trailers asked for at once."""
 _WRITER = b"writer:"
 
 
@@ -61,6 +62,8 @@ class Recovery:
         self._boot = boot_id.encode()
         self._emit = emit
         self._now_s = now_s
+        memory = aligned(_PROBES * PAGE_BYTES)
+        self._pages = [memory[at : at + PAGE_BYTES] for at in range(0, len(memory), PAGE_BYTES)]
 
     def run(self) -> Recovered:
         """Make the index and the files agree; cheap when the last shutdown was clean."""
@@ -223,8 +226,12 @@ class Recovery:
         else:
             entries = [(stamp, extent) for stamp, extent in footer.entries if extent.segment == number]
             sealed, used = True, footer.used
-        for extent, life in itertools.chain.from_iterable(self._parts(*entry, checkpoint) for entry in entries):
-            life.cut(min(life.n, self._present(file, extent, life.n) if sealed else life.n))
+        parts = [part for entry in entries for part in self._parts(*entry, checkpoint)]
+        ends = [(extent, life.n - 1) for extent, life in parts] if sealed else []
+        whole = self._have_trailers(file, ends) if sealed else [True] * len(parts)
+        for (extent, life), is_whole in zip(parts, whole, strict=True):
+            if not is_whole:
+                life.cut(self._present(file, extent, life.n - 1))
             if life.n:
                 place_extent(txn, extent, life)
         class_id = entries[0][1].class_id if entries else 0
@@ -234,8 +241,9 @@ class Recovery:
     def _parts(self, stamp: int, extent: Extent, checkpoint: Checkpoint) -> Iterator[tuple[Extent, Life]]:
         """What is left of an extent as it was stored: the parts the checkpoint lists, and all that is younger."""
         seen = checkpoint.seen(extent.segment) - extent.first_slot
+        known, place = checkpoint.lives.get, extent.place
         for start in range(min(seen, extent.blocks)):
-            life = checkpoint.lives.get(extent.place + start)
+            life = known(place + start)
             if life is None:
                 continue
             part = extent.rest(start)
@@ -247,26 +255,33 @@ class Recovery:
             life.use(part.class_id, life.n, stamp_of(self._now_s))
             yield part, life
 
-    def _present(self, file: FileInfo, extent: Extent, n: int) -> int:
-        """How many leading slots of an extent still hold their trailer (tails are punched)."""
-        low, high = 0, n
+    def _present(self, file: FileInfo, extent: Extent, most: int) -> int:
+        """How many leading slots of an extent still hold their trailer, `most` at most (tails are punched)."""
+        low, high = 0, most
         while low < high:
-            middle = (low + high + 1) // 2 if (low, high) != (0, n) else n
-            if self._has_trailer(file, extent, middle - 1):
+            middle = (low + high + 1) // 2
+            if self._have_trailers(file, [(extent, middle - 1)])[0]:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _has_trailer(self, file: FileInfo, extent: Extent, block: int) -> bool:
+    def _have_trailers(self, file: FileInfo, blocks: Sequence[tuple[Extent, int]]) -> list[bool]:
+        """Whether the slots of these blocks, each of an extent of the file, hold their trailers."""
         slot = self._geometry.slot_bytes
-        page = aligned(PAGE_BYTES)
-        at = (extent.first_slot + block + 1) * slot - PAGE_BYTES
-        if self._backend.read_many([ReadOp(file.name, at, (page,))], deadline_s=_READ_S) != [PAGE_BYTES]:
-            return False
-        return self._codec.claims(
-            bytes(page[-TRAILER_BYTES:]), extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
-        )
+        have = []
+        for at in range(0, len(blocks), _PROBES):
+            some = blocks[at : at + _PROBES]
+            ops = [
+                ReadOp(file.name, (extent.first_slot + block + 1) * slot - PAGE_BYTES, (page,))
+                for (extent, block), page in zip(some, self._pages, strict=False)
+            ]
+            for (extent, block), page, got in zip(
+                some, self._pages, self._backend.read_many(ops, deadline_s=_READ_S), strict=False
+            ):
+                prefix = extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
+                have.append(got == PAGE_BYTES and self._codec.claims(bytes(page[-TRAILER_BYTES:]), prefix))
+        return have
 
     def _scan(self, file: FileInfo, number: int) -> Iterator[tuple[int, Extent]]:
         """Read a segment slot by slot: consecutive blocks of one chain, stored alike at one time, make an extent."""

@@ -77,20 +77,19 @@ def walk_for_commit(
     block = 0
     while block < blocks:
         walked = cache.walk(txn, blob, block, blocks)
-        if not walked.hops:
-            # At least one: an extent whose life is gone holds nothing either.
-            absent = max(1, txn.absent_run(blob, block, blocks)) if txn.has_gaps() else blocks - block
-            reachable = reachable and block >= first
-            if reachable:
-                extend_runs(walk.runs, block, absent)
-            block += absent
-            continue
         walk.hops += walked.hops
         if reachable and origin is Origin.EXACT and walked.exact < walked.end:
             _replace_approximate(walk, walked.hops, block)
         elif walked.end > first:
             walk.present += walked.end - max(first, block)
         block = walked.end
+        if block < blocks:
+            # At least one: an extent whose life is gone holds nothing either.
+            absent = max(1, txn.absent_run(blob, block, blocks)) if txn.has_gaps() else blocks - block
+            reachable = reachable and block >= first
+            if reachable:
+                extend_runs(walk.runs, block, absent)
+            block += absent
     return walk
 
 
