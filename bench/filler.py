@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from rich.progress import track
 
 from duokv.connectors.fs_memory import MemoryBackend
-from duokv.kvstore import KVStore, Namespace, Origin, StoreConfig, open_store
+from duokv.kvstore import KVStore, Namespace, Origin, StoreConfig, chain_keys, open_store
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.keys import KEY_BYTES
 
 COMMIT_BLOCKS = 34
 """New blocks of a turn in the public coding-agent trace, on average."""
+PROMPT_TOKENS = 77_000
 TRAFFIC = "agent"
+_PROMPTS = 3
 NAMESPACE = Namespace(model="bench", weights="0", tokenizer="0", kv_format="0")
 
 
@@ -29,6 +35,28 @@ def commit_in_turns(store: KVStore, blob: bytes, traffic: str = TRAFFIC) -> None
     whole = len(blob) // KEY_BYTES
     for upto in [*range(COMMIT_BLOCKS, whole, COMMIT_BLOCKS), whole]:
         commit_keys(store, blob, upto, traffic)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """int32 [77,000] token ids, the same as Python ints, and the keys of their 601 blocks."""
+
+    tokens: npt.NDArray[np.int32]
+    numbers: list[int]
+    blob: bytes
+    blocks: int
+
+
+def stored_prompts(store: KVStore, *, seed: int) -> Iterator[Prompt]:
+    """Commit a few prompts in turns and give them out for ever, never one twice in a row: a store may remember."""
+    rng = np.random.default_rng(seed)
+    prompts = []
+    for _ in range(_PROMPTS):
+        tokens = rng.integers(0, 1 << 17, PROMPT_TOKENS, dtype=np.int32)
+        blob = chain_keys(NAMESPACE, tokens).blob
+        commit_in_turns(store, blob)
+        prompts.append(Prompt(tokens, tokens.tolist(), blob, len(blob) // KEY_BYTES))
+    return itertools.cycle(prompts)
 
 
 def fill(store: KVStore, blocks: int, *, seed: int, traffic: str = TRAFFIC, progress: bool = False) -> list[float]:

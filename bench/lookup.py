@@ -16,12 +16,10 @@ from statistics import median
 import numpy as np
 
 from duokv.bench.command_line import OneLineParser, number
-from duokv.bench.filler import NAMESPACE, TRAFFIC, commit_in_turns, commit_keys, fill
+from duokv.bench.filler import NAMESPACE, TRAFFIC, commit_keys, fill, stored_prompts
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore import KVStore, StoreConfig, chain_keys, open_store
-from duokv.kvstore.keys import BLOCK_TOKENS, KEY_BYTES
-
-PROMPT_TOKENS = 77_000
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +49,21 @@ def measure(blocks: int, *, repeats: int, progress: bool) -> LookupCost:
         opened = time.perf_counter() - started
         with store:
             rng = np.random.default_rng(1)
-            prompt = rng.integers(0, 1 << 17, PROMPT_TOKENS).astype(np.int32)
-            blob = chain_keys(NAMESPACE, prompt).blob
-            whole = len(blob) // KEY_BYTES
-            commit_in_turns(store, blob)
-            numbers = prompt.tolist()
-            hit = store.lookup(NAMESPACE, prompt, TRAFFIC)
-            if hit.tokens != whole * BLOCK_TOKENS:
-                raise AssertionError(f"{hit.tokens} tokens hit, {whole * BLOCK_TOKENS} are stored")
+            turns = stored_prompts(store, seed=1)
+            first = next(turns)
+            hit = store.lookup(NAMESPACE, first.tokens, TRAFFIC)
+            if hit.tokens != first.blocks * BLOCK_TOKENS:
+                raise AssertionError(f"{hit.tokens} tokens hit, {first.blocks * BLOCK_TOKENS} are stored")
+            absent = [rng.bytes(len(first.blob)) for _ in range(repeats)]
             return LookupCost(
                 blocks=store.stats().blocks,
                 open_s=opened,
-                lookup_ms=1e3 * _timed(lambda: store.lookup(NAMESPACE, prompt, TRAFFIC), repeats),
-                lookup_list_ms=1e3 * _timed(lambda: store.lookup(NAMESPACE, numbers, TRAFFIC), repeats),
-                hashing_ms=1e3 * _timed(lambda: chain_keys(NAMESPACE, prompt), repeats),
-                miss_us=1e6 * _timed(lambda: store.blocks.find(rng.bytes(len(blob)), whole, TRAFFIC), repeats),
+                lookup_ms=1e3 * _timed(lambda: store.lookup(NAMESPACE, next(turns).tokens, TRAFFIC), repeats),
+                lookup_list_ms=1e3 * _timed(lambda: store.lookup(NAMESPACE, next(turns).numbers, TRAFFIC), repeats),
+                hashing_ms=1e3 * _timed(lambda: chain_keys(NAMESPACE, first.tokens), repeats),
+                miss_us=1e6 * _timed(lambda: store.blocks.find(absent.pop(), first.blocks, TRAFFIC), repeats),
                 commit_us=1e6 * median(commits),
-                renew_us=1e6 * _timed(lambda: commit_keys(store, blob, whole), repeats),
+                renew_us=1e6 * _timed(lambda: commit_keys(store, next(turns).blob, first.blocks), repeats),
                 index_bytes_per_block=store.stats().index_bytes / store.stats().blocks,
             )
 

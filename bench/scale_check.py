@@ -20,12 +20,11 @@ import msgspec
 import numpy as np
 
 from duokv.bench.clock import Time
-from duokv.bench.filler import COMMIT_BLOCKS, NAMESPACE, TRAFFIC, commit_in_turns, commit_keys, fill
-from duokv.bench.lookup import PROMPT_TOKENS
+from duokv.bench.filler import COMMIT_BLOCKS, NAMESPACE, PROMPT_TOKENS, TRAFFIC, commit_keys, fill, stored_prompts
 from duokv.bench.scale_size import BRIEF, BRIEF_S, open_empty
 from duokv.connectors.fs_faulty import FaultyBackend, Kind
 from duokv.connectors.fs_memory import MemoryBackend
-from duokv.kvstore import KVStore, StoreConfig, chain_keys, open_store
+from duokv.kvstore import KVStore, StoreConfig, open_store
 from duokv.kvstore.errors import UsageError, nearest
 from duokv.kvstore.keys import BLOCK_TOKENS, KEY_BYTES, TOKEN_BYTES
 
@@ -139,28 +138,26 @@ def _times(blocks: int) -> dict[str, float]:
         undo.callback(plain.env.close)
         fill(store, blocks, seed=0)
         rng = np.random.default_rng(1)
-        prompt = rng.integers(0, 1 << 17, PROMPT_TOKENS, dtype=np.int32)
-        numbers = prompt.tolist()
-        blob = chain_keys(NAMESPACE, prompt).blob
-        whole = len(blob) // KEY_BYTES
+        turns = stored_prompts(store, seed=1)
+        first = next(turns)
+        whole = first.blocks
         extents = -(-whole // COMMIT_BLOCKS)
-        commit_in_turns(store, blob)
-        absent = [rng.bytes(len(blob)) for _ in range(_TRIES)]
+        absent = [rng.bytes(len(first.blob)) for _ in range(_TRIES)]
         chains = [rng.bytes(COMMIT_BLOCKS * KEY_BYTES) for _ in range(_TRIES)]
         keys = [rng.bytes(16) for _ in range(_TRIES)]
 
         def hashing() -> None:
-            _hash(prompt.tobytes())
+            _hash(first.tokens.tobytes())
 
         def gets() -> None:
             plain.get(extents)
 
         return {
-            "lookup_over_hashing": _ratio(lambda: store.lookup(NAMESPACE, prompt, TRAFFIC), hashing),
-            "list_lookup_over_hashing": _ratio(lambda: store.lookup(NAMESPACE, numbers, TRAFFIC), hashing),
-            "find_over_gets": _ratio(lambda: store.blocks.find(blob, whole, TRAFFIC), gets),
+            "lookup_over_hashing": _ratio(lambda: store.lookup(NAMESPACE, next(turns).tokens, TRAFFIC), hashing),
+            "list_lookup_over_hashing": _ratio(lambda: store.lookup(NAMESPACE, next(turns).numbers, TRAFFIC), hashing),
+            "find_over_gets": _ratio(lambda: store.blocks.find(next(turns).blob, whole, TRAFFIC), gets),
             "miss_over_get": _ratio(lambda: store.blocks.find(absent.pop(), whole, TRAFFIC), lambda: plain.get(1)),
-            "renewal_over_gets": _ratio(lambda: commit_keys(store, blob, whole), gets),
+            "renewal_over_gets": _ratio(lambda: commit_keys(store, next(turns).blob, whole), gets),
             "commit_over_puts": _ratio(
                 lambda: commit_keys(store, chains.pop(), COMMIT_BLOCKS), lambda: plain.put(keys.pop())
             ),

@@ -5,6 +5,8 @@ Blocks have no bytes here, the index is real. Meant for a process of its own, si
 
 from __future__ import annotations
 
+import logging
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,16 +19,17 @@ from statistics import median
 import numpy as np
 
 from duokv.bench.clock import Time
-from duokv.bench.filler import COMMIT_BLOCKS, NAMESPACE, TRAFFIC, commit_in_turns, commit_keys, fill
-from duokv.bench.lookup import PROMPT_TOKENS
+from duokv.bench.filler import COMMIT_BLOCKS, NAMESPACE, TRAFFIC, commit_keys, fill, stored_prompts
 from duokv.connectors.fs_memory import MemoryBackend
-from duokv.kvstore import ClassRule, KVStore, Policy, StoreConfig, chain_keys, open_store
+from duokv.kvstore import ClassRule, KVStore, Policy, StoreConfig, open_store
 from duokv.kvstore.clock import Clock
-from duokv.kvstore.keys import KEY_BYTES
+from duokv.kvstore.geometry import PAGE_BYTES, TRAILER_BYTES, CacheGeometry
+from duokv.kvstore.keys import BLOCK_TOKENS, KEY_BYTES
 from duokv.kvstore.policy import DAY_S
 
 CUT_BLOCKS = 10_000
-OPERATIONS = ("commit", "lookup", "find", "miss", "renewal", "expiry", "reclaim", "queue", "open", "close")
+REBUILT_BLOCKS = 100_000
+OPERATIONS = ("commit", "lookup", "find", "miss", "renewal", "expiry", "reclaim", "queue", "open", "close", "rebuild")
 """See `Scale.costs`."""
 BRIEF = "brief"
 BRIEF_S = 60.0
@@ -54,7 +57,8 @@ class Scale:
 
     costs: commit of 34 new blocks; lookup of 77,000 tokens; find, the same without hashing; miss of a first block;
     renewal of a 601-block prompt; expiry of 10,000 blocks at once; reclaim, a commit of 34 for which as many go; queue,
-    the first expiry after opening, which orders all extents; open; close.
+    the first expiry after opening, which orders all extents; open; close; rebuild, an open of at most 100,000 blocks of
+    4 KiB in files whose index is gone.
     memory_bytes: what the process grew by, every extent used once and put in order. index_bytes: of the file.
     """
 
@@ -90,6 +94,7 @@ def measure_size(blocks: int, repeats: int) -> Scale:
             live = store.stats().blocks
         with open_one(capacity_blocks=live) as store:
             costs["reclaim"] = _reclaim(store, repeats)
+    costs["rebuild"] = _rebuild(min(blocks, REBUILT_BLOCKS))
     return Scale(stored, memory, index_bytes, {name: costs[name] for name in OPERATIONS})
 
 
@@ -119,16 +124,15 @@ def _opened(open_one: Callable[[], KVStore], costs: dict[str, Cost], blocks: int
 
 def _reads(store: KVStore, repeats: int) -> dict[str, Cost]:
     rng = np.random.default_rng(2)
-    prompt = rng.integers(0, 1 << 17, PROMPT_TOKENS, dtype=np.int32)
-    blob = chain_keys(NAMESPACE, prompt).blob
-    whole = len(blob) // KEY_BYTES
-    commit_in_turns(store, blob)
-    absent = [rng.bytes(len(blob)) for _ in range(repeats)]
+    turns = stored_prompts(store, seed=2)
+    first = next(turns)
+    absent = [rng.bytes(len(first.blob)) for _ in range(repeats)]
+    whole = first.blocks
     return {
-        "lookup": _timed(lambda: store.lookup(NAMESPACE, prompt, TRAFFIC), repeats, whole),
-        "find": _timed(lambda: store.blocks.find(blob, whole, TRAFFIC), repeats, whole),
+        "lookup": _timed(lambda: store.lookup(NAMESPACE, next(turns).tokens, TRAFFIC), repeats, whole),
+        "find": _timed(lambda: store.blocks.find(next(turns).blob, whole, TRAFFIC), repeats, whole),
         "miss": _timed(lambda: store.blocks.find(absent.pop(), whole, TRAFFIC), repeats, 1),
-        "renewal": _timed(lambda: commit_keys(store, blob, whole), repeats, whole),
+        "renewal": _timed(lambda: commit_keys(store, next(turns).blob, whole), repeats, whole),
     }
 
 
@@ -155,6 +159,39 @@ def _reclaim(store: KVStore, repeats: int) -> Cost:
     if store.stats().blocks != before:
         raise AssertionError(f"{store.stats().blocks:,} blocks in a store of {before:,}")
     return cost
+
+
+def _rebuild(blocks: int) -> Cost:
+    geometry = CacheGeometry.opaque("scale", payload_bytes=PAGE_BYTES - TRAILER_BYTES)
+    config = StoreConfig(swa_bytes=0, maintenance_interval_s=0, fsync="none")
+    rng = np.random.default_rng(4)
+    rows = np.zeros((COMMIT_BLOCKS, geometry.payload_bytes), np.uint8)
+    with tempfile.TemporaryDirectory(prefix="duokv-scale-") as folder:
+
+        def open_one() -> KVStore:
+            return open_store(f"file://{folder}", geometry=geometry, config=config)
+
+        with open_one() as store:
+            for _ in range(-(-blocks // COMMIT_BLOCKS)):
+                tokens = rng.integers(0, 1 << 17, COMMIT_BLOCKS * BLOCK_TOKENS, dtype=np.int32)
+                store.commit(NAMESPACE, tokens, rows, traffic=TRAFFIC)
+            stored = store.stats().blocks
+        rebuilt: list[KVStore] = []
+        shutil.rmtree(Path(folder) / "index")
+        log = logging.getLogger("duokv")
+        log.addFilter(_is_no_warning)
+        try:
+            cost = _timed(lambda: rebuilt.append(open_one()), 1, stored)
+        finally:
+            log.removeFilter(_is_no_warning)
+        with rebuilt[0] as store:
+            if store.stats().blocks != stored:
+                raise AssertionError(f"{store.stats().blocks} blocks of {stored} after a rebuild")
+        return cost
+
+
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING
 
 
 def _timed(call: Callable[[], object], repeats: int, blocks: int) -> Cost:
