@@ -201,7 +201,7 @@ class Simulation:
         blocks = len(blob) // KEY_BYTES
         found = store.blocks.find(blob, blocks, self.options.traffic)
         served = self._plan(request, blob, found.blocks)
-        store.blocks.commit(blob, blocks, self.options.traffic, first=0, payload=None, origin=Origin.EXACT, known=found)
+        store.blocks.commit(blob, blocks, self.options.traffic, first=0, payload=None, origin=Origin.EXACT)
         self._keep(request, blob, served)
         return served
 

@@ -20,11 +20,11 @@ from duokv.kvstore.compaction import Compactor
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Degraded, Event, StoreFailed
-from duokv.kvstore.extent import PLACE, PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, stamp_of
+from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, stamp_of
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.lives import Hop, LifeCache, Stamps
+from duokv.kvstore.lives import LifeCache, Stamps
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, Policy
 from duokv.kvstore.policybook import PolicyBook
@@ -129,9 +129,8 @@ class BlockStore:
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(
-        self, blob: bytes, blocks: int, traffic: str | None, *, first: int, payload: Payload | None, origin: Origin,
-        known: object = None,
-    ) -> Committed:  # fmt: skip
+        self, blob: bytes, blocks: int, traffic: str | None, *, first: int, payload: Payload | None, origin: Origin
+    ) -> Committed:
         """Renew what is stored of a prompt's first `blocks` blocks and store what is absent from block `first` on.
 
         A block whose parent is absent and not part of this commit is dropped: nothing could ever reach it. `payload`
@@ -250,8 +249,9 @@ class BlockStore:
             return carried
         taken = {block + i for piece, block in pieces for i in range(piece.count)}
         for hop, block, count, low in walk.replace:
-            life, extent = self._stored_at(txn, hop)
-            if life is None or extent is None:
+            extent = txn.extent(hop.life.first)
+            life = None if extent is None else txn.life(extent.place)
+            if extent is None or life is None or extent.place != int.from_bytes(hop.place, "big"):
                 continue
             high = min(count, life.n)
             while high > low and block + high - 1 not in taken:
@@ -276,12 +276,6 @@ class BlockStore:
             self._emit(BlocksEvicted(gone, "replaced"))
             self.space.reclaimer.reset_queue()
         return carried
-
-    def _stored_at(self, txn: IndexTxn, hop: Hop) -> tuple[Life | None, Extent | None]:
-        segment, slot = PLACE.unpack(hop.place)
-        life, record = txn.life(place_of(segment, slot)), txn.record(hop.life.first)
-        whole = life is not None and record is not None and record.startswith(hop.place)
-        return (life, Extent.decode(record)) if whole and record else (None, None)
 
     def _publish(
         self, txn: IndexTxn, walk: CommitWalk, piece: tuple[Allocation, int], class_id: int, stamp: int,
@@ -344,10 +338,16 @@ class BlockStore:
         """Persist uses, delete what is past its life (not in a pass in which the clock jumped)."""
         with self._write:
             self.flush_uses()
-            if not clock_jumped:
-                with self._index.read() as txn:
-                    policy = self.policies.current(txn)
-                self.space.reclaimer.expire(policy)
+            self.space.reclaimer.remove_waiting()
+        with self._state, self._index.read() as txn:
+            policy = self.policies.current(txn)
+        if not clock_jumped:
+            self.space.reclaimer.prepare(policy)
+        more = not clock_jumped
+        while more:
+            # Between two pieces of it commits have their turn.
+            with self._write:
+                more = self.space.reclaimer.expire(policy)
 
     def take_out(self, place: int, keep: int, reason: Reason) -> None:
         """Shorten an extent to `keep` blocks, because of what was found on the backend or what an operator asked."""

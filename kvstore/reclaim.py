@@ -71,18 +71,30 @@ class VictimQueue:
         heapq.heappush(self._oldest, _age(place, life))
         self._add_deadline(place, life)
 
-    def _add_deadline(self, place: int, life: Life) -> None:
+    def join(self, other: VictimQueue) -> None:
+        """Take in the entries of another queue, of the same policy."""
+        self._oldest += other._oldest
+        self._deadlines += other._deadlines
+        heapq.heapify(self._oldest)
+        heapq.heapify(self._deadlines)
+
+    def _add_deadline(self, place: int, life: Life, least_s: float = 0.0) -> None:
         deadline = life.deadline(life.n - 1, self.policy)[0]
         if deadline is not None:
-            heapq.heappush(self._deadlines, (deadline, -(life.chain_pos + life.n), place))
+            heapq.heappush(self._deadlines, (max(deadline, least_s), -(life.chain_pos + life.n), place))
 
-    def plan_expired(self, txn: IndexTxn, now_s: float) -> ReclaimPlan:
-        """Cut every extent to its blocks still within their life."""
+    def expired(self, now_s: float) -> bool:
+        """Whether a deadline may have passed."""
+        return bool(self._deadlines) and self._deadlines[0][0] < now_s
+
+    def plan_expired(self, txn: IndexTxn, now_s: float, *, most: int | None = None) -> ReclaimPlan:
+        """Cut every extent to its blocks still within their life, or look at `most` extents whose deadline came."""
         cuts: list[Cut] = []
-        alive: list[tuple[int, Life]] = []
         cutoffs = Cutoffs(self.policy, now_s)
-        while self._deadlines and self._deadlines[0][0] < now_s:
+        looked_at = 0
+        while self.expired(now_s) and looked_at != most:
             _, _, place = heapq.heappop(self._deadlines)
+            looked_at += 1
             life = txn.life(place)
             if life is None:
                 continue
@@ -91,10 +103,8 @@ class VictimQueue:
                 cuts.append(Cut(place, life.n, keep, "expired"))
             if keep:
                 life.cut(keep)
-                alive.append((place, life))
-        # Only now: a deadline just past can still round to within the life, and would come up again and again.
-        for place, life in alive:
-            self._add_deadline(place, life)
+                # A deadline just past can still round to within the life, and would come up again and again.
+                self._add_deadline(place, life, now_s)
         return _plan(cuts)
 
     def plan_capacity(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import lmdb
@@ -20,6 +21,8 @@ from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
 from duokv.kvstore.segment import parse_name
 
 _LEAVES_FIRST: tuple[Reason, ...] = ("expired", "capacity")
+_AT_ONCE = 256
+"""Extents looked at in one transaction of expiry, some milliseconds."""
 _QUEUE_KEPT_S = 60.0
 """How long a queue may miss extents that other processes stored; they expire them themselves meanwhile."""
 
@@ -55,6 +58,9 @@ class Reclaimer:
         self._dead: dict[int, SegmentInfo] = {}
         """Segments without a live block whose file could not be removed yet."""
         self._queue: VictimQueue | None = None
+        self._next_queue: VictimQueue | None = None
+        """Extents stored while a queue of all is being built."""
+        self._preparing = threading.Lock()
         self._queue_built = (0, 0.0)
         """Extents that others had stored when the queue was built, and when that was (monotonic seconds)."""
         self._stored = 0
@@ -62,22 +68,38 @@ class Reclaimer:
     def note_stored(self, place: int, life: Life) -> None:
         """Take a new extent of this process into account."""
         self._stored += 1
-        if self._queue is not None:
-            self._queue.add(place, life)
+        for queue in (self._queue, self._next_queue):
+            if queue is not None:
+                queue.add(place, life)
+
+    def prepare(self, policy: Policy) -> None:
+        """Put all extents in order, if that is to be done. Lookups go on meanwhile, commits unless they need it."""
+        with self._preparing:
+            with ExitStack() as reading:
+                with self._state:
+                    txn = reading.enter_context(self._index.read())
+                    if not self._is_outdated(txn, policy):
+                        return
+                    built = (txn.stored() - self._stored, self._clock.monotonic())
+                    self._next_queue = added = VictimQueue(policy)
+                queue = VictimQueue.built(txn.lives(), policy)
+            with self._state:
+                # A reset meanwhile is about extents that neither of the two has.
+                if self._next_queue is added:
+                    queue.join(added)
+                    self._queue, self._queue_built = queue, built
+                self._next_queue = None
 
     def reclaim(self, need: int, policy: Policy, *, before_stamp: int) -> int:
         """Delete expired blocks, then the least recently used until `need` blocks are free; returns blocks freed."""
+        gone = 0
+        while (plan := self._expire_some(policy)) is not None:
+            gone += plan.freed
+        freed = Freed()
         with self._state, self._index.write() as txn:
             self._cache.flush(txn)
             queue = self._victims(txn, policy)
-            if policy.any_fixed:
-                # A parent was stored before its child.
-                txn.note_gaps()
             now_s = self._clock.wall()
-            freed = Freed()
-            plan = queue.plan_expired(txn, now_s)
-            self._apply(txn, plan, freed)
-            gone = plan.freed
             for _ in range(2):
                 if gone < need:
                     plan = queue.plan_capacity(txn, need - gone, before_stamp=before_stamp, now_s=now_s)
@@ -90,22 +112,42 @@ class Reclaimer:
         self.release(freed)
         return gone
 
-    def expire(self, policy: Policy) -> int:
-        """Delete expired blocks only; returns how many."""
-        self.remove_waiting()
-        return self.reclaim(0, policy, before_stamp=0)
+    def expire(self, policy: Policy) -> bool:
+        """Delete some of the expired blocks; returns whether there may be more."""
+        return self._expire_some(policy) is not None
+
+    def _expire_some(self, policy: Policy) -> ReclaimPlan | None:
+        """Few at a time, since lookups wait meanwhile. None if there are none."""
+        self.prepare(policy)
+        freed = Freed()
+        with self._state:
+            now_s = self._clock.wall()
+            if self._queue is not None and not self._queue.expired(now_s):
+                return None
+            with self._index.write() as txn:
+                self._cache.flush(txn)
+                if policy.any_fixed:
+                    # A parent was stored before its child.
+                    txn.note_gaps()
+                plan = self._victims(txn, policy).plan_expired(txn, now_s, most=_AT_ONCE)
+                self._apply(txn, plan, freed)
+        self.release(freed)
+        return plan
 
     def reset_queue(self) -> None:
         """Forget what was known of deadlines and ages (the policy or the index changed underneath)."""
-        self._queue = None
+        self._queue = self._next_queue = None
 
     def _victims(self, txn: IndexTxn, policy: Policy) -> VictimQueue:
-        now_s = self._clock.monotonic()
-        old = self._others_stored(txn) and now_s - self._queue_built[1] > _QUEUE_KEPT_S
-        if self._queue is None or self._queue.policy.version != policy.version or old:
+        if self._queue is None or self._is_outdated(txn, policy):
             self._queue = VictimQueue.built(txn.lives(), policy)
-            self._queue_built = (txn.stored() - self._stored, now_s)
+            self._queue_built = (txn.stored() - self._stored, self._clock.monotonic())
         return self._queue
+
+    def _is_outdated(self, txn: IndexTxn, policy: Policy) -> bool:
+        if self._queue is None or self._queue.policy.version != policy.version:
+            return True
+        return self._others_stored(txn) and self._clock.monotonic() - self._queue_built[1] > _QUEUE_KEPT_S
 
     def _others_stored(self, txn: IndexTxn) -> bool:
         """Whether other processes stored extents since the queue was built, which does not know them then."""
