@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench torture lint
+.PHONY: help install demo test budget bench torture lint
 
 # Without it, `python -m` would put this folder on sys.path and make `import kvstore` work here and nowhere else.
 export PYTHONSAFEPATH := 1
@@ -43,6 +43,9 @@ test: $(STAMP) ## run the tests, without torture, bench and gpu
 
 torture: $(STAMP) ## run the long random tests (minutes)
 	@$(PYTEST) -m torture --hypothesis-profile torture
+
+budget: $(STAMP) ## compare what operations cost, in multiples of a plain way to do them, with bench/budget.json
+	@$(BIN)/python -m duokv.bench.scale --check bench/budget.json
 
 bench: $(STAMP) ## time lookups, then the table of hit rates on all traces (minutes)
 	@$(BIN)/python -m duokv.bench.lookup

@@ -116,6 +116,11 @@ def _check(path: Path, blocks: int | None, *, as_json: bool) -> int:
     budget = read_budget(path)
     figures = measure_figures(blocks or budget.blocks)
     over = check(figures, budget)
+    if over:
+        # Other work on the machine raises figures and never lowers them: what is over twice is.
+        again = measure_figures(blocks or budget.blocks)
+        figures = {name: min(found, again[name]) for name, found in figures.items()}
+        over = check(figures, budget)
     if as_json:
         print(json.dumps({"figures": figures, "over": sorted(over)}))
     else:
