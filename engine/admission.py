@@ -15,8 +15,8 @@ from duokv.engine.config import ModelConfig
 from duokv.engine.live import LiveBlock, LiveBlocks
 from duokv.engine.request import Admission, Request, WindowLease, blocks_for
 from duokv.engine.session import Session
+from duokv.kernels.copy import scatter_rows
 from duokv.kvstore import BlockKeys, KVStore, Origin, PrefixHit
-from duokv.kvstore.buffers import Lent
 from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.replay import ReplayPlan, ReplayPolicy, is_exact, plan_replay, swa_candidates, usable, valid_from
 
@@ -40,7 +40,7 @@ def admit(
         request.namespace, request.tokens, request.traffic, require=require, request_id=request.handle.request_id
     )
     found = hit.tokens
-    with Adoption(store, live, hit) as blocks, ExitStack() as undo:
+    with Adoption(store, live, hit, request) as blocks, ExitStack() as undo:
         while True:
             plan, lease = own_plan(request, found)
             if plan is None:
@@ -58,7 +58,7 @@ def admit(
             found = verified  # a short load: plan again with fewer blocks
             if lease is not None:
                 lease.close()
-        placed = blocks.place(plan.adopted_tokens, length)
+        placed = blocks.place(plan.adopted_tokens)
         undo.callback(live.release, placed.slots)
         admission = begin(request, plan, lease, placed, model, policy, hit_tokens=hit.tokens, poison=poison)
         undo.pop_all()
@@ -74,6 +74,7 @@ def admit_cold(
         hit_tokens=0, prompt_tokens=length, swa_at=None, policy=policy, decoder_start=request.decoder_start
     )
     placed = Placed(live.allocate(blocks_for(length)), True)
+    request.taken = len(placed.slots)
     return begin(request, plan, None, placed, model, policy, hit_tokens=0, poison=poison)
 
 
@@ -134,52 +135,62 @@ class Adoption:
     A context that gives back what was not placed. For one thread.
     """
 
-    def __init__(self, store: KVStore, live: LiveBlocks, hit: PrefixHit) -> None:
+    def __init__(self, store: KVStore, live: LiveBlocks, hit: PrefixHit, request: Request) -> None:
         self._store = store
         self._live = live
         self._hit = hit
+        self._request = request
         self._exact_blocks = hit.exact_tokens // BLOCK_TOKENS
         self._shared = live.hold(hit.keys, exact_blocks=self._exact_blocks)
-        self._lent: Lent | None = None
-        self._loaded = 0
+        self._own: list[int] = []
+        """Slots of the blocks after the shared ones, in order."""
+        self._loaded: int | None = None
 
     def load(self, tokens: int, deadline_s: float) -> int:
         """See that the blocks of the first `tokens` tokens are verified; return how many are, fewer on a short load.
 
-        Reads at most once: what was not there then is given up.
+        Reads at most once: what was not there then is given up. Blocks are put into slots while the next ones are read;
+        SlotsExhausted, with nothing read, if there are too few for all the request's tokens.
         """
         first = len(self._shared)
         wanted = tokens // BLOCK_TOKENS - first
-        if wanted > 0 and self._lent is None:
-            self._lent = self._store.buffers(wanted)
-            self._loaded = self._store.load(self._hit, self._lent.rows, first_block=first, deadline_s=deadline_s)
-        return (first + self._loaded) * BLOCK_TOKENS
+        if wanted > 0 and self._loaded is None:
+            self._loaded = 0
+            self._take(blocks_for(len(self._request.tokens)) - first)
+            memory, slots = self._live.slots.memory, torch.tensor(self._own)
+            with self._store.buffers(wanted) as lent:
+                rows = torch.from_numpy(lent.rows[:, : memory.shape[1]])
+                for lead in self._store.load_iter(self._hit, lent.rows, first_block=first, deadline_s=deadline_s):
+                    scatter_rows(memory, slots[self._loaded : lead], rows[self._loaded : lead])
+                    self._loaded = lead
+        return (first + (self._loaded or 0)) * BLOCK_TOKENS
 
-    def place(self, adopted_tokens: int, length: int) -> Placed:
-        """Put the first `adopted_tokens` into slots, with room for `length` tokens; SlotsExhausted if there is none."""
+    def place(self, adopted_tokens: int) -> Placed:
+        """Hand over slots for all the request's tokens, the adopted ones filled; SlotsExhausted as above."""
         adopted = adopted_tokens // BLOCK_TOKENS
-        # Others may have loaded the same blocks meanwhile: one copy of them is enough.
         first = len(self._shared)
+        # Others may have loaded the same blocks meanwhile: one copy of them is enough.
         self._shared += self._live.hold(self._hit.keys[first:adopted], exact_blocks=self._exact_blocks - first)
+        twice = len(self._shared) - first
         shared = self._shared[:adopted]
-        fresh = self._live.allocate(blocks_for(length) - len(shared))
+        self._take(blocks_for(len(self._request.tokens)) - len(shared) - len(self._own[twice:]))
+        own = self._own[twice:]
         loaded = [
             LiveBlock(slot, block < self._exact_blocks)
-            for block, slot in zip(range(len(shared), adopted), fresh, strict=False)
+            for block, slot in zip(range(len(shared), adopted), own, strict=False)
         ]
-        if loaded and self._lent is not None:
-            memory = self._live.slots.memory
-            rows = torch.from_numpy(self._lent.rows[len(shared) - first : adopted - first, : memory.shape[1]])
-            memory[fresh[: len(loaded)]] = rows.to(memory.device)
-            self._live.share(self._hit.keys[len(shared) : adopted], loaded)
-        self._shared = self._shared[adopted:]
+        self._live.share(self._hit.keys[len(shared) : adopted], loaded)
+        self._shared, self._own = self._shared[adopted:], self._own[:twice]
         exact = all(block.exact for block in (*shared, *loaded))
-        return Placed([*(block.slot for block in shared), *fresh], exact)
+        return Placed([*(block.slot for block in shared), *own], exact)
+
+    def _take(self, count: int) -> None:
+        """Take `count` more slots, which need not be kept free for the request any longer."""
+        self._own += self._live.allocate(count)
+        self._request.taken = len(self._own)
 
     def __enter__(self) -> Adoption:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.release([block.slot for block in self._shared])
-        if self._lent is not None:
-            self._lent.release()
+        self._live.release([*(block.slot for block in self._shared), *self._own])

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from duokv.engine.admission import admit, admit_cold
 from duokv.engine.live import LiveBlock, LiveBlocks
@@ -382,7 +383,7 @@ class Engine:
         if future.exception() is None:
             self._start(request, future.result())
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -71,7 +71,8 @@ class Request:
     exact: no token was sampled on top of an inexact cache.
     served: its prompt was computed and reported; `hit_tokens` were in the index, it was come by as `partition` and
         `reason` say.
-    crowded: slots ran out under its last admission. load_s: that one's seconds. rows: computed in the encoder.
+    crowded: slots ran out under its last admission. taken: slots that one has taken so far. load_s: its seconds.
+    rows: computed in the encoder.
     """
 
     handle: Handle
@@ -94,6 +95,7 @@ class Request:
     served: bool = False
     hit_tokens: int = 0
     crowded: bool = False
+    taken: int = 0
     partition: TokenPartition | None = None
     reason: Reason | None = None
     load_s: float = 0.0
@@ -113,6 +115,8 @@ class Request:
 
     def keep_states(self, states: list[BoundaryState], policy: ReplayPolicy) -> None:
         """Note states of boundaries just crossed, and forget those that no later end of prompt or output wants."""
+        if not states:
+            return
         assert self.session is not None
         self.states.update((state.end, state) for state in states)
         wanted = () if self.served else self.prompt_boundaries(policy)

@@ -47,9 +47,10 @@ def sample(logits: Tensor, sampling: Sampling, *, seed: int, position: int) -> i
 
     Ties go to the smaller id. seed: the request's own, used whatever `sampling.seed` says.
     """
-    scores = logits.detach().cpu().numpy().astype(np.float64)
+    scores = logits.numpy(force=True)
     if sampling.temperature == 0.0:
         return int(scores.argmax())
+    scores = scores.astype(np.float64)
     weights = np.exp((scores - scores.max()) / sampling.temperature)
     order = np.argsort(-weights, kind="stable")
     mass = np.cumsum(weights[order])

@@ -61,8 +61,9 @@ def plan_rows(running: Sequence[Progress], *, chunk_tokens: int) -> dict[int, in
 class Scheduler:
     """Queues of requests, oldest first. For the thread that steps the engine.
 
-    waiting: without slots. loading: {request: slots it may take} while the store is consulted for it. running: with
-    a session. max_batch: requests running and loading at most. chunk_tokens: prompt rows in a step.
+    waiting: without slots. loading: {request: slots it may take, those it has taken included} while the store is
+    consulted for it. running: with a session. max_batch: requests running and loading at most. chunk_tokens: prompt
+    rows in a step.
     """
 
     def __init__(self, live: LiveBlocks, *, max_batch: int, chunk_tokens: int) -> None:
@@ -88,8 +89,11 @@ class Scheduler:
         request = self.waiting[0]
         shared = 0 if request.crowded else self._live.live_run(request.keys)
         needed = max(1, blocks_for(len(request.tokens)) - shared)
-        if needed + len(self.running) > self._live.free - sum(self.loading.values()):
+        # Counted before what is free: slots that a load takes meanwhile are then missed twice rather than not at all.
+        promised = sum(max(0, slots - other.taken) for other, slots in self.loading.items())
+        if needed + len(self.running) > self._live.free - promised:
             return None
+        request.taken = 0
         self.loading[self.waiting.pop(0)] = needed
         return request
 
@@ -122,8 +126,11 @@ class Scheduler:
         """Extend a request's block table to hold rows up to `end`; False if it must do without this step."""
         while request.session is not None:
             slots = request.session.slots
+            missing = blocks_for(end) - len(slots)
+            if missing <= 0:
+                return True
             try:
-                slots.extend(self._live.allocate(max(0, blocks_for(end) - len(slots))))
+                slots.extend(self._live.allocate(missing))
             except SlotsExhausted:
                 youngest = self.running[-1]
                 if youngest is request and self.loading:

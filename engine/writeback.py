@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from duokv.kernels.copy import gather_rows
 from duokv.kvstore import KVStore, Namespace, Origin, SwaWindow, chain_keys
+from duokv.kvstore.buffers import Lent
 from duokv.kvstore.events import Degraded
 from duokv.kvstore.keys import BLOCK_TOKENS
 
@@ -54,7 +57,7 @@ class WriteBack:
         # Nothing ever writes the padding after the last plane, so it still holds what its slot's memory held before.
         planes = store.geometry.planes
         self._used_bytes = planes[-1].offset + planes[-1].nbytes if planes else memory.shape[1]
-        self._queue: queue.SimpleQueue[tuple[Leavings, Bytes] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Leavings, Lent] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending: deque[int] = deque()
         self._thread: threading.Thread | None = None
@@ -77,9 +80,12 @@ class WriteBack:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="duokv-writeback", daemon=True)
             self._thread.start()
-        blocks = self._memory[list(leavings.slots)].cpu().numpy()
+        # Lent, as first touch of new memory would take longer than the copy, and the step with it.
+        lent = self._store.buffers(len(leavings.slots))
+        blocks = torch.from_numpy(lent.rows[:, : self._memory.shape[1]])
+        gather_rows(self._memory, torch.tensor(leavings.slots, dtype=torch.int64), blocks)
         blocks[:, self._used_bytes :] = 0
-        self._queue.put((leavings, blocks))
+        self._queue.put((leavings, lent))
         return True
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -95,11 +101,13 @@ class WriteBack:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
+            leavings, lent = item
             try:
-                self._put(*item)
+                with lent:
+                    self._put(leavings, lent.rows)
             except Exception as error:  # noqa: BLE001  the cache must not take the engine down
                 self._store.events.emit(Degraded("write-back", repr(error)))
-            del item
+            del item, leavings, lent
             with self._changed:
                 self._pending.popleft()
                 self._changed.notify_all()

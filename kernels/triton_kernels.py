@@ -21,11 +21,13 @@ from duokv.kernels.formats import RecordFormat
 _BLOCK = 1024
 
 
-def gather_rows(slots: Tensor, index: Tensor) -> Tensor:
-    """`copy.gather_rows`."""
-    out = torch.empty((index.shape[0], slots.shape[1]), dtype=torch.uint8, device=slots.device)
+def gather_rows(slots: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """`copy.gather_rows`; rows of `out` may lie apart, their bytes may not."""
+    if out is None:
+        out = torch.empty((index.shape[0], slots.shape[1]), dtype=torch.uint8, device=slots.device)
     if out.numel():
-        _gather_kernel[(index.shape[0],)](slots, index, out, slots.stride(0), slots.shape[1], _BLOCK)
+        grid = (index.shape[0],)
+        _gather_kernel[grid](slots, index, out, slots.stride(0), out.stride(0), slots.shape[1], _BLOCK)
     return out
 
 
@@ -68,14 +70,20 @@ def _check(tensor: Tensor, last: int, fmt: RecordFormat) -> None:
 
 
 def _gather(
-    slots: tl.tensor, index: tl.tensor, out: tl.tensor, stride: tl.tensor, nbytes: tl.constexpr, block: tl.constexpr
+    slots: tl.tensor,
+    index: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    nbytes: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(index + row).to(tl.int64)
     for start in range(0, nbytes, block):
         at = start + tl.arange(0, block)
         data = tl.load(slots + slot * stride + at, mask=at < tl.where(slot >= 0, nbytes, 0), other=0)
-        tl.store(out + row * nbytes + at, data, mask=at < nbytes)
+        tl.store(out + row * out_stride + at, data, mask=at < nbytes)
 
 
 def _scatter(

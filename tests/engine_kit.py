@@ -217,10 +217,10 @@ class World:
             self.store.windows.drop(key)
 
     def evict(self, tokens: Sequence[int], *, keep: int) -> None:
-        """Take a text's blocks from block `keep` on out of the index, as reclaim would."""
+        """Take a text's blocks from block `keep` on out of the index, as an operator would."""
         found = self.store.blocks.find(chain_keys(NS, tokens).blob, len(tokens) // 128, None, use=False)
         for (hop, _), span in zip(found.held, found.spans(), strict=True):
-            self.store.blocks.take_out(int.from_bytes(hop.place, "big"), max(0, keep - span.block), "capacity")
+            self.store.blocks.take_out(int.from_bytes(hop.place, "big"), max(0, keep - span.block), "operator")
 
     @contextmanager
     def engine(self, mode: Mode = "bounded", *, keep_rows: int = 140, **changes: object) -> Iterator[Engine]:

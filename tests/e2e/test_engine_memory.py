@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 from engine_kit import CONFIG, NS, World, cold_output, finish, greedy, serve, text
 
 from duokv.connectors.fs_faulty import Stall
-from duokv.engine import Engine, Sampling
+from duokv.engine import Engine, Handle, Sampling
 from duokv.engine.admission import Adoption
 from duokv.engine.live import LiveBlocks
-from duokv.engine.slots import BlockSlots
-from duokv.kvstore import (
-    Origin,
-    chain_keys,
-)
+from duokv.engine.request import Request
+from duokv.engine.slots import BlockSlots, SlotsExhausted
+from duokv.kvstore import BlockKeys, Origin, PrefixHit, chain_keys
+from duokv.kvstore.reader import Rows
 from duokv.replay import Mode, Reason
 
 
 @pytest.fixture
 def world() -> World:
     return World()
+
+
+def request(tokens: int) -> Request:
+    """One of so many tokens."""
+    return Request(
+        handle=Handle("asking"), number=0, namespace=NS, traffic=None, tokens=[0] * tokens, prompt_tokens=tokens,
+        keys=BlockKeys(), sampling=greedy(1), seed=0, on_token=None, submitted_s=0.0, decoder_start=None,
+    )  # fmt: skip
 
 
 def crowd(engine: Engine, younger: Sequence[int], sampling: Sampling) -> None:
@@ -128,12 +136,12 @@ def test_blocks_that_another_request_loaded_meanwhile_are_shared(world: World) -
     world.ask(tokens, n=1)
     live = LiveBlocks(BlockSlots(CONFIG.cache, 16, poison=True))
     hit = world.store.lookup(NS, tokens)
-    with Adoption(world.store, live, hit) as late:
+    with Adoption(world.store, live, hit, request(600)) as late:
         assert late.load(512, 60.0) == 512
-        with Adoption(world.store, live, hit) as early:
+        with Adoption(world.store, live, hit, request(300)) as early:
             assert early.load(256, 60.0) == 256
-            first = early.place(256, 300)
-        second = late.place(512, 600)
+            first = early.place(256)
+        second = late.place(512)
     assert second.slots[:2] == first.slots[:2]
     assert live.free == 16 - 3 - 3
     stored = world.blocks()
@@ -159,8 +167,68 @@ def test_a_shared_prefix_too_short_to_adopt_is_given_back(world: World) -> None:
     world.close()
 
 
-def test_slots_that_are_gone_when_the_blocks_have_come_send_a_request_back_to_wait(world: World) -> None:
-    """A decodes into them while B is loaded; B comes in when A has ended."""
+def test_blocks_are_in_their_slots_before_the_next_ones_are_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = text(1, 140 * 128 + 1)
+    payloads = np.random.default_rng(0).integers(0, 256, (140, CONFIG.cache.payload_bytes), dtype=np.uint8)
+    world.store.commit(NS, tokens, payloads)
+    live = LiveBlocks(BlockSlots(CONFIG.cache, 141))
+    load_iter, leads = world.store.load_iter, []
+
+    def checked(hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None) -> Iterator[int]:
+        for lead in load_iter(hit, out, first_block=first_block, deadline_s=deadline_s):
+            yield lead
+            assert np.array_equal(live.slots.memory.numpy()[:lead], payloads[:lead])
+            leads.append(lead)
+
+    monkeypatch.setattr(world.store, "load_iter", checked)
+    with Adoption(world.store, live, world.store.lookup(NS, tokens), request(len(tokens))) as blocks:
+        assert blocks.load(140 * 128, 60.0) == 140 * 128
+        assert blocks.place(140 * 128).slots == list(range(141))
+    assert len(leads) > 1, "segments are of 64 blocks"
+    world.close()
+
+
+def test_a_load_that_finds_too_few_slots_reads_nothing_and_holds_nothing(world: World) -> None:
+    tokens = text(1, 600)
+    world.ask(tokens, n=1)
+    live = LiveBlocks(BlockSlots(CONFIG.cache, 4))
+    asking = request(600)
+    loads = sum(operation.kind == "read" for operation in world.backend.log)
+    with pytest.raises(SlotsExhausted), Adoption(world.store, live, world.store.lookup(NS, tokens), asking) as blocks:
+        blocks.load(512, 60.0)
+    assert sum(operation.kind == "read" for operation in world.backend.log) == loads
+    assert (live.free, asking.taken) == (4, 0)
+    world.close()
+
+
+def test_a_request_whose_load_finds_too_few_slots_waits_for_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken between the scheduler's count and the load's."""
+    tokens = text(1, 600)
+    world.ask(tokens, "exact", n=1)
+    lookup, gone = world.store.lookup, []
+    with world.engine("exact", num_slots=7) as engine:
+
+        def late(*args: object, **named: object) -> PrefixHit:
+            monkeypatch.undo()
+            gone.extend(engine._live.allocate(3))
+            return lookup(*args, **named)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(world.store, "lookup", late)
+        engine.submit(tokens, ns=NS, sampling=greedy(4), request_id="B")
+        engine.step()
+        assert len(gone) == 3
+        assert (engine.stats().running, engine.stats().waiting, engine.stats().free_slots) == (0, 1, 4)
+        engine._live.release(gone)
+        done = finish(engine)
+    assert done["B"].tokens == cold_output(tokens).tokens
+    assert done["B"].report.reason is Reason.SWA_HIT
+    world.close()
+
+
+def test_an_older_request_gets_the_slots_of_one_that_was_still_loading(world: World) -> None:
+    """A needs a slot while B, younger, has taken the rest for what it loads: B gives way once its load has ended."""
     tokens = text(1, 600)
     world.ask(tokens, "exact", n=1)
     released = threading.Event()
@@ -170,14 +238,14 @@ def test_slots_that_are_gone_when_the_blocks_have_come_send_a_request_back_to_wa
         while not engine.stats().running:
             engine.step()
         engine.submit(tokens, ns=NS, sampling=greedy(4), request_id="B")
-        while engine.stats().free_slots > 4:
+        while engine.stats().rows < 256:
             engine.step()
-        assert engine.stats().waiting == 1
+        assert (engine.stats().waiting, engine.stats().free_slots) == (1, 0)
         released.set()
         done = finish(engine)
-        assert engine.stats().preemptions == 0
+    assert (done["A"].report.preemptions, done["B"].report.preemptions) == (0, 1)
+    assert done["A"].tokens == cold_output(text(2, 100), 250).tokens
     assert done["B"].tokens == cold_output(tokens).tokens
-    assert done["B"].report.reason is Reason.SWA_HIT
     world.close()
 
 

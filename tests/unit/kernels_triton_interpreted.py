@@ -68,6 +68,10 @@ def test_movers_are_equal() -> None:
     index = torch.tensor([3, -1, 8])
     slots = pool[:, 40:3040]  # slices of larger blocks
     assert torch.equal(interpreted.gather_rows(slots, index), copy.gather_rows(slots, index))
+    room = torch.full((3, 3010), 7, dtype=torch.uint8)
+    assert interpreted.gather_rows(slots, index, room[:, 5:3005]).data_ptr() == room[:, 5:].data_ptr()
+    assert torch.equal(room[:, 5:3005], copy.gather_rows(slots, index))
+    assert (room[:, 3005:] == 7).all()
     other = pool.clone()
     interpreted.scatter_rows(slots, index, rows)
     copy.scatter_rows(other[:, 40:3040], index, rows)

@@ -25,6 +25,24 @@ def test_rows_go_to_their_slots_and_back() -> None:
     assert not back[1].any()
 
 
+@pytest.mark.parametrize("index", [[3, 0, 8], [3, -1, 8], [-1, -1, -1]])
+def test_rows_may_lie_apart(index: list[int]) -> None:
+    """Slots that are part of larger ones, rows lent with room behind them."""
+    at = torch.tensor(index)
+    pool, lent = rows(9, 40), rows(3, 64)
+    slots, room = pool[:, 8:32], lent[:, :24]
+    found = copy.gather_rows(slots, at, room)
+    assert found.data_ptr() == lent.data_ptr()
+    assert torch.equal(lent[:, :24], copy.gather_rows(slots, at))
+    assert torch.equal(lent[:, 24:], rows(3, 64)[:, 24:])
+    copy.scatter_rows(slots, at, rows(3, 48)[:, 24:])
+    want = rows(9, 40)
+    for row, slot in enumerate(index):
+        if slot >= 0:
+            want[slot, 8:32] = rows(3, 48)[row, 24:]
+    assert torch.equal(pool, want)
+
+
 def ring_of(positions: range, slots: int, layers: int = 2) -> Tensor:
     """A ring of one-byte rows that holds these positions, 255 elsewhere."""
     ring = torch.full((layers, slots, 1), 255, dtype=torch.uint8)

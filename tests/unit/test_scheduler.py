@@ -105,6 +105,16 @@ def test_slots_are_counted_while_blocks_are_loaded_and_one_is_left_for_each_runn
     assert world.scheduler.next_to_load() is second
 
 
+def test_slots_that_a_load_has_taken_are_not_counted_twice() -> None:
+    world = World(num_slots=6)
+    first, second = world.submit(384), world.submit(384)
+    assert world.scheduler.next_to_load() is first
+    taken = world.live.allocate(2)
+    first.taken = 2
+    assert world.scheduler.next_to_load() is second, "4 are free, 1 of them is still the first one's"
+    world.live.release(taken)
+
+
 def test_max_batch_counts_loading_requests() -> None:
     world = World(max_batch=2)
     world.running(10)

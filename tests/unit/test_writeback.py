@@ -11,7 +11,7 @@ from engine_kit import CONFIG, NS, World, text
 
 from duokv.connectors.fs_faulty import Fail, Stall
 from duokv.engine.writeback import Leavings, WriteBack
-from duokv.kvstore import Origin, SwaWindow, chain_keys
+from duokv.kvstore import Commit, Origin, SwaWindow, chain_keys
 from duokv.kvstore.events import BlocksStored, Degraded
 
 TOKENS = text(1, 700)
@@ -74,6 +74,26 @@ def test_padding_is_zero_whatever_its_slot_held_before(desk: Desk) -> None:
     assert desk.offer(0, 3)
     assert desk.writeback.drain(60.0)
     assert desk.world.blocks()[KEYS[0]][1][USED:] == bytes(PAYLOAD - USED)
+
+
+def test_blocks_are_not_overwritten_by_later_ones_while_they_are_stored(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = desk.world.store
+    commit = store.commit
+
+    def overtaken(*args: object, **named: object) -> Commit:
+        monkeypatch.undo()
+        desk.memory[5] = 0
+        assert desk.offer(1, 2)
+        return commit(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "commit", overtaken)
+    expected = [desk.memory[slot, :USED].numpy().tobytes() for slot in (5, 2)]
+    assert desk.offer(0, 5)
+    assert desk.writeback.drain(60.0)
+    stored = desk.world.blocks()
+    assert [stored[key][1][:USED] for key in KEYS[:2]] == expected
 
 
 def test_blocks_are_copied_when_they_are_taken_over(desk: Desk) -> None:
