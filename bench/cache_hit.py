@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import tempfile
 import time
 from collections import defaultdict
@@ -31,7 +32,7 @@ from duokv.kvstore.opening import open_store
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.store import KVStore
-from duokv.kvstore.swa import SwaArena, SwaWindow
+from duokv.kvstore.swa import SwaArena
 from duokv.replay.plan import (
     Reason,
     ReplayPlan,
@@ -45,6 +46,8 @@ from duokv.replay.plan import (
 
 Keep = Literal["every-block", "prompt-end", "prompt-and-output-end"]
 _MAINTAIN_S = 3600.0
+_KEPT_TOKENS = 96 << 20
+"""Bytes of token ids to keep where every block is hashed: that is to be timed, not how a trace's tokens are made up."""
 EPOCH_S = 1_700_000_000.0
 """Where a trace's second 0 lies on the virtual wall clock; any time after 1970 would do."""
 NAMESPACE = Namespace(model="trace", weights="none", tokenizer="chain-ids", kv_format="opaque")
@@ -52,7 +55,11 @@ NAMESPACE = Namespace(model="trace", weights="none", tokenizer="chain-ids", kv_f
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """What to simulate. Durations in seconds, None = unbounded; see `kvctl simulate --help`."""
+    """What to simulate. Durations in seconds, None = unbounded; see `kvctl simulate --help`.
+
+    keys: "memo" hashes every block of a trace once, "hashed" at every prompt that has it, as a lookup must; the figures
+        are the same, the seconds are not.
+    """
 
     traffic: str
     policy: Policy = field(default_factory=Policy.standard)
@@ -65,6 +72,7 @@ class SimOptions:
     keep_hit_boundary: bool = True
     keep_rows: int = 140
     payload: Literal["none", "real"] = "none"
+    keys: Literal["memo", "hashed"] = "memo"
     directory: str | None = None
 
 
@@ -133,9 +141,12 @@ class Simulation:
         self._policy = ReplayPolicy(keep_rows=options.keep_rows)
         self._now = EPOCH_S
         self._maintained = EPOCH_S
+        ttls = [rule.ttl_s for rule in options.policy.classes.values() if rule.ttl_s is not None]
+        self._maintain_s = max(_MAINTAIN_S, min(ttls) / 24) if ttls else math.inf
         self._clock = Clock(wall=lambda: self._now, monotonic=lambda: self._now)
         self._geometry = CacheGeometry.preset(options.geometry)
-        self._memo = KeyMemo(NAMESPACE.root())
+        root = NAMESPACE.root()
+        self._memo = KeyMemo(root) if options.keys == "memo" else KeyMemo(root, token_bytes=_KEPT_TOKENS)
         self._ends: list[tuple[float, int, OutputEnd, int]] = []
         self._evicted: defaultdict[str, int] = defaultdict(int)
         # A state restored or put under a bound of bytes is metadata only, unless real bytes are asked for.
@@ -189,15 +200,14 @@ class Simulation:
 
     def _maintain(self, store: KVStore) -> None:
         """Delete what expired, now and then: a pass for every request would cost more than the requests."""
-        ttls = [rule.ttl_s for rule in self.options.policy.classes.values() if rule.ttl_s is not None]
-        if ttls and self._now - self._maintained >= max(_MAINTAIN_S, min(ttls) / 24):
+        if self._now - self._maintained >= self._maintain_s:
             self._maintained = self._now
             store.maintain()
 
     # -- one request -------------------------------------------------------------------------------------------------
 
     def _serve(self, store: KVStore, request: TraceRequest) -> Served:
-        blob = self._memo.keys(request.runs)
+        blob = self._keys_of(request)
         blocks = len(blob) // KEY_BYTES
         found = store.blocks.find(blob, blocks, self.options.traffic)
         served = self._plan(request, blob, found.blocks)
@@ -207,7 +217,7 @@ class Simulation:
 
     def _serve_real(self, store: KVStore, request: TraceRequest) -> Served:
         """The same through the public face: tokens are hashed, hits are read and verified, new blocks written."""
-        tokens = np.concatenate([_tokens_of(request), np.full(1, 1 << 20, np.uint32)])
+        tokens = np.append(block_tokens(_ids_of(request)), np.uint32(1 << 20))
         hit = store.lookup(NAMESPACE, tokens, self.options.traffic)
         loaded = 0
         blocks = request.blocks
@@ -229,6 +239,10 @@ class Simulation:
         self._keep(request, blob, served)
         return served
 
+    def _keys_of(self, request: TraceRequest) -> bytes:
+        memo = self._memo
+        return memo.keys(request.runs) if self.options.keys == "memo" else memo.hashed(request.runs)
+
     def _plan(self, request: TraceRequest, blob: bytes, hit_blocks: int) -> Served:
         hit = hit_blocks * BLOCK_TOKENS
         length = max(request.input_tokens, hit, 1)
@@ -247,34 +261,38 @@ class Simulation:
 
     def _keep(self, request: TraceRequest, blob: bytes, served: Served) -> None:
         valid = valid_from(served.plan, self._policy)
+        blocks = len(blob) // KEY_BYTES
         if self.options.swa_keep == "every-block":
             keys = [blob[at : at + KEY_BYTES] for at in range(0, len(blob), KEY_BYTES)]
             self._arena.put_marks(keys, BLOCK_TOKENS, valid_from=0, origin=Origin.EXACT)
             return
-        self._mark_end(blob)
-        self._put(kept_boundaries(request.input_tokens, self._policy), blob, valid)
+        if blocks:
+            self._mark_end(blob, blocks)
+        self._put(kept_boundaries(request.input_tokens, self._policy), blob, 0, valid)
         if self.options.keep_hit_boundary and served.plan.reason is Reason.SWA_MISS:
-            self._put((served.plan.write_floor,), blob, valid)
-
-    def _put(self, boundaries: Sequence[int], blob: bytes, valid: int) -> None:
-        for boundary in boundaries:
-            if usable(boundary, valid) and boundary * KEY_BYTES <= len(blob) * BLOCK_TOKENS:
-                window = SwaWindow(boundary, None, boundary - BLOCK_TOKENS, Origin.EXACT)
-                self._arena.put(_key(blob, boundary // BLOCK_TOKENS), window)
-
-    def _mark_end(self, blob: bytes) -> None:
-        if blob:
-            blocks = len(blob) // KEY_BYTES
-            window = SwaWindow(blocks * BLOCK_TOKENS, None, 0, Origin.EXACT)
-            self._prompt_ends.put(_key(blob, blocks), window)
+            self._put((served.plan.write_floor,), blob, 0, valid)
 
     def _output_ends_until(self, t: float) -> None:
         while self._ends and self._ends[0][0] <= t:
             at, _, end, valid = heapq.heappop(self._ends)
             self._now = EPOCH_S + at
-            blob = self._memo.keys(end.runs)
-            self._mark_end(blob)
-            self._put(kept_boundaries(end.tokens, self._policy), blob, valid)
+            if kept := kept_boundaries(end.tokens, self._policy):
+                first, blocks = kept[0] // BLOCK_TOKENS - 1, end.tokens // BLOCK_TOKENS
+                blob = self._memo.part(end.runs, first, blocks)
+                self._mark_end(blob, blocks)
+                self._put(kept, blob, first, valid)
+
+    def _put(self, boundaries: Sequence[int], blob: bytes, first: int, valid: int) -> None:
+        """Keep the usable ones of states at `boundaries`, a block apart; the keys of `blob` begin at block `first`."""
+        listed = (first + len(blob) // KEY_BYTES) * BLOCK_TOKENS
+        ends = [boundary for boundary in boundaries if boundary <= listed and usable(boundary, valid)]
+        if ends:
+            keys = [_key(blob, boundary // BLOCK_TOKENS - first) for boundary in ends]
+            self._arena.put_marks(keys, ends[0], valid_from=valid, origin=Origin.EXACT)
+
+    def _mark_end(self, blob: bytes, blocks: int) -> None:
+        end = blocks * BLOCK_TOKENS
+        self._prompt_ends.put_marks([blob[-KEY_BYTES:]], end, valid_from=0, origin=Origin.EXACT)
 
     # -- sums --------------------------------------------------------------------------------------------------------
 
@@ -326,9 +344,8 @@ def _key(blob: bytes, blocks: int) -> bytes:
     return blob[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
 
 
-def _tokens_of(request: TraceRequest) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    ids = np.concatenate([np.arange(first, first + count) for first, count in request.runs] or [np.empty(0, np.int64)])
-    return block_tokens(ids.astype(np.int64)).reshape(-1)
+def _ids_of(request: TraceRequest) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.concatenate([np.empty(0, np.int64), *[np.arange(first, first + count) for first, count in request.runs]])
 
 
 def _payload_of(key: bytes, length: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -7,13 +7,13 @@ ids mean equal prefixes and an id has one parent. Traces carry no token ids; the
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -23,28 +23,31 @@ import numpy as np
 import numpy.typing as npt
 
 from duokv.kvstore.errors import UsageError
+from duokv.kvstore.keys import KEY_BYTES, TOKEN_BYTES, chain_blob
 
 BLOCK_TOKENS = 128
-KEY_BYTES = 32
 # Token ids are below 2**17, the power of two next to the vocabularies of the models this store serves.
 TOKEN_BITS = 17
 # Chain ids are dense and index arrays: the bound keeps a stray id from asking for more than 8 GiB of keys.
 MAX_CHAIN_IDS = 2**28
 
 _AGENT_TRACES = frozenset({"weka_agent", "lmcache_miniswe"})
-_TOKEN_BYTES = 4 * BLOCK_TOKENS
+# Tokens of fewer blocks at a time cost more a block for numpy's calls, of more for the cache they fall out of.
+_PAGE_IDS = 128
+_PAGE_BYTES = _PAGE_IDS * TOKEN_BYTES
 
 # (first chain id, number of blocks): consecutive blocks of a prompt whose ids count up by one.
 Run: TypeAlias = tuple[
     Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHAIN_IDS)], Annotated[int, msgspec.Meta(ge=1, le=MAX_CHAIN_IDS)]
 ]
-ChainStep: TypeAlias = Callable[[bytes, memoryview], bytes]
+Chain: TypeAlias = Callable[[bytes, bytes, int], bytes]
 
 
 class TraceRequest(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
+    gc=False,
     rename={"session": "s", "input_tokens": "i", "output_tokens": "o", "runs": "b", "response_s": "a"},
 ):
     """One request of a trace; immutable.
@@ -64,7 +67,7 @@ class TraceRequest(
     @property
     def blocks(self) -> int:
         """Number of full blocks listed."""
-        return sum(count for _, count in self.runs)
+        return sum([count for _, count in self.runs])
 
     @property
     def answered_at(self) -> float | None:
@@ -146,36 +149,37 @@ def block_tokens(chain_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     low and then high half are two tokens.
     """
     per_block = BLOCK_TOKENS // 2
-    within = np.arange(1, per_block + 1, dtype=np.uint64)
-    z: npt.NDArray[np.uint64] = chain_ids.astype(np.uint64)[:, None] * np.uint64(per_block) + within
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    before = chain_ids.astype(np.uint64) * np.uint64(per_block)
+    z: npt.NDArray[np.uint64] = np.add.outer(before * gamma, np.arange(1, per_block + 1, dtype=np.uint64) * gamma)
+    shifted = np.empty_like(z)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        np.right_shift(z, np.uint64(shift), out=shifted)
+        z ^= shifted
+        z *= np.uint64(factor)
+    np.right_shift(z, np.uint64(31), out=shifted)
+    z ^= shifted
     halves: npt.NDArray[np.uint32] = z.astype("<u8", copy=False).view("<u4").astype(np.uint32, copy=False)
     halves >>= np.uint32(32 - TOKEN_BITS)
     return halves
 
 
-def sha256_step(parent: bytes, tokens: memoryview) -> bytes:
-    """SHA-256 of the parent key and the block's 128 token ids as u32 LE: the store's key of a block without media."""
-    return hashlib.sha256(parent + tokens).digest()
-
-
 class KeyMemo:
     """The key of every chain id met so far; not thread-safe.
 
-    `root` (32 bytes) is the parent of a prompt's first block; `step(parent key, 512 bytes of token ids)` gives the key
-    of the next. Takes 33 bytes a chain id up to the largest id met, doubled for growth.
+    `root` (32 bytes) is the parent of a prompt's first block; `chain(parent key, token ids of n blocks as u32 LE, n)`
+    gives their keys, concatenated. Takes 33 bytes a chain id up to the largest id met, doubled for growth, and up to
+    `token_bytes` for token ids that may be needed again: little will do for `keys`, since ids are mostly met in order.
     """
 
-    def __init__(self, root: bytes, step: ChainStep = sha256_step) -> None:
+    def __init__(self, root: bytes, chain: Chain = chain_blob, *, token_bytes: int = 1 << 20) -> None:
         self._root = root
-        self._step = step
+        self._chain = chain
         self._keys = np.empty(0, np.uint8)
         self._view = self._keys.data
         self._known = bytearray()
         self._distinct = 0
+        self._page = lru_cache(-(-token_bytes // _PAGE_BYTES))(_page_of_tokens)
 
     @property
     def distinct(self) -> int:
@@ -189,37 +193,70 @@ class KeyMemo:
         """
         if not runs:
             return b""
+        self._meet(runs)
+        view = self._view
+        return b"".join([view[KEY_BYTES * first : KEY_BYTES * (first + count)] for first, count in runs])
+
+    def part(self, runs: Sequence[Run], first: int, end: int) -> bytes:
+        """The same for blocks [first, end) of the prompt only."""
+        if runs:
+            self._meet(runs)
+        parts = []
+        for start, count in runs:
+            if first < count:
+                parts.append(self._view[KEY_BYTES * (start + first) : KEY_BYTES * (start + min(count, end))])
+                if end <= count:
+                    break
+                first = 0
+            else:
+                first -= count
+            end -= count
+        return b"".join(parts)
+
+    def hashed(self, runs: Sequence[Run]) -> bytes:
+        """The keys of a prompt's blocks, each derived anew, as a lookup of the prompt does; nothing is learnt."""
+        tokens = b"".join([part for first, count in runs for part in self._tokens(first, first + count)])
+        return self._chain(self._root, tokens, len(tokens) // TOKEN_BYTES)
+
+    def _meet(self, runs: Sequence[Run]) -> None:
         last = sum(runs[-1]) - 1
         # An id is learnt with its whole prefix, so the last one answers for all.
         if last >= len(self._known) or not self._known[last]:
             self._learn(runs)
-        view = self._view
-        return b"".join([view[KEY_BYTES * first : KEY_BYTES * (first + count)] for first, count in runs])
 
     def _learn(self, runs: Sequence[Run]) -> None:
-        self._grow(max(first + count for first, count in runs))
-        parent, learning = self._root, False
-        for first, count in runs:
-            end = first + count
-            new = first if learning else self._known.find(0, first, end)
-            if new >= 0:
-                learning = True
-                if (twice := self._known.find(1, new, end)) >= 0:
-                    reason = "stands for two prefixes, its own and another's"
-                    raise UsageError(f"chain id {twice}: {reason}; number the trace's blocks anew")
-                self._derive(self._key(new - 1) if new > first else parent, new, end)
-            parent = self._key(end - 1)
+        ids, find = len(self._known), self._known.find
+        at = 0
+        for at, (first, count) in enumerate(runs):  # noqa: B007  the last id is new, so one of them has the first new
+            if first + count > ids or find(0, first, first + count) >= 0:
+                break
+        self._grow(max(map(sum, runs[at:])))
+        start, blocks = runs[at]
+        new = find(0, start, start + blocks)
+        before = new - 1 if new > start else sum(runs[at - 1]) - 1 if at else -1
+        parent = self._key(before) if before >= 0 else self._root
+        for first, count in ((new, start + blocks - new), *runs[at + 1 :]):
+            if (twice := find(1, first, first + count)) >= 0:
+                reason = "stands for two prefixes, its own and another's"
+                raise UsageError(f"chain id {twice}: {reason}; number the trace's blocks anew")
+            parent = self._derive(parent, first, count)
 
-    def _derive(self, parent: bytes, first: int, end: int) -> None:
-        # As bytes, since the step is promised u32 LE on any machine.
-        tokens = memoryview(block_tokens(np.arange(first, end)).astype("<u4", copy=False).tobytes())
-        step, made = self._step, []
-        for at in range(0, len(tokens), _TOKEN_BYTES):
-            parent = step(parent, tokens[at : at + _TOKEN_BYTES])
-            made.append(parent)
-        self._view[KEY_BYTES * first : KEY_BYTES * end] = b"".join(made)
-        self._known[first:end] = bytes([1]) * (end - first)
-        self._distinct += end - first
+    def _derive(self, parent: bytes, first: int, count: int) -> bytes:
+        """Make the keys of `count` ids from `first` on known; returns the last one."""
+        end = first + count
+        keys = self._chain(parent, b"".join(self._tokens(first, end)), count)
+        self._view[KEY_BYTES * first : KEY_BYTES * end] = keys
+        self._known[first:end] = bytes([1]) * count
+        self._distinct += count
+        return keys[-KEY_BYTES:]
+
+    def _tokens(self, first: int, end: int) -> Iterator[bytes]:
+        """The token ids of blocks [first, end), in pieces."""
+        while first < end:
+            page, at = divmod(first, _PAGE_IDS)
+            upto = min(_PAGE_IDS, at + end - first)
+            yield self._page(page)[at * TOKEN_BYTES : upto * TOKEN_BYTES]
+            first += upto - at
 
     def _key(self, chain_id: int) -> bytes:
         return bytes(self._view[KEY_BYTES * chain_id : KEY_BYTES * (chain_id + 1)])
@@ -236,11 +273,17 @@ class KeyMemo:
         self._known.extend(bytes(room - have))
 
 
+def _page_of_tokens(page: int) -> bytes:
+    # As bytes, since keys are promised of u32 LE on any machine.
+    return block_tokens(np.arange(page * _PAGE_IDS, (page + 1) * _PAGE_IDS)).astype("<u4", copy=False).tobytes()
+
+
 @dataclass(frozen=True, slots=True)
 class OutputEnd:
     """Where and when a request's output ended.
 
-    `tokens` is prompt plus output; `runs` are its `tokens // 128` full blocks; `t` is in seconds on the trace's clock.
+    `tokens` is prompt plus output; `runs` are those of the prompt that carries it, which begin with its `tokens // 128`
+    full blocks; `t` is in seconds on the trace's clock.
     """
 
     t: float
@@ -269,18 +312,27 @@ def with_output_ends(requests: Iterable[TraceRequest]) -> Iterator[tuple[TraceRe
 
 def _output_end(request: TraceRequest, later: TraceRequest) -> OutputEnd | None:
     tokens = request.input_tokens + request.output_tokens
-    blocks = request.blocks
+    blocks, later_blocks = request.blocks, later.blocks
     # A prompt that lists fewer blocks than it fills does not say which, so positions in it are unknown.
-    placed = blocks == request.input_tokens // BLOCK_TOKENS and later.blocks == later.input_tokens // BLOCK_TOKENS
-    if (
-        not placed
-        or later.blocks < tokens // BLOCK_TOKENS
-        or head_runs(later.runs, blocks) != head_runs(request.runs, blocks)
-    ):
+    placed = blocks == request.input_tokens // BLOCK_TOKENS and later_blocks == later.input_tokens // BLOCK_TOKENS
+    if not placed or later_blocks < tokens // BLOCK_TOKENS or not _begins_with(later.runs, request.runs, blocks):
         return None
     answered = request.answered_at
     t = request.t if answered is None else min(answered, later.t)
-    return OutputEnd(t, tokens, head_runs(later.runs, tokens // BLOCK_TOKENS))
+    return OutputEnd(t, tokens, later.runs)
+
+
+def _begins_with(runs: Sequence[Run], head: Sequence[Run], blocks: int) -> bool:
+    """Whether a prompt begins with all `blocks` blocks of another."""
+    last = len(head) - 1
+    # Runs are mostly carried over as they were, the last one made longer.
+    carried = (
+        0 <= last < len(runs)
+        and runs[last][0] == head[last][0]
+        and runs[last][1] >= head[last][1]
+        and runs[:last] == head[:last]
+    )
+    return carried or head_runs(runs, blocks) == head_runs(head, blocks)
 
 
 def head_runs(runs: Sequence[Run], blocks: int) -> tuple[Run, ...]:

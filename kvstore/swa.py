@@ -153,20 +153,24 @@ class SwaArena:
         with self._lock:
             now = self._monotonic()
             self._expire(now, events)
-            find, touch = self._idle.get, self._idle.move_to_end
+            idle, leased = self._idle, self._leased
+            find, touch = idle.get, idle.move_to_end
             for key in keys:
                 entry = find(key)
+                known = entry is not None or key in leased
                 if entry is not None and entry.origin is origin:
                     entry.last_use = now
                     if valid_from < entry.valid_from:  # noqa: PLR1730  a call of min() costs a third of the loop
                         entry.valid_from = valid_from
                     touch(key)
-                elif not self._covered(key, origin, valid_from, now):
+                elif not known or not self._covered(key, origin, valid_from, now):
                     slot = self._reserve(key, events)
                     if slot is None:
                         dropped += 1
                     else:
-                        self._publish(key, _Entry(end, valid_from, origin, now, slot))
+                        if known:
+                            self._remove(key)
+                        idle[key] = _Entry(end, valid_from, origin, now, slot)
                 end += BLOCK_TOKENS
         return dropped
 
@@ -258,17 +262,20 @@ class SwaArena:
 
     def _expire(self, now: float, events: list[Event]) -> int:
         """Evict from the head of the LRU order, which is that of last use, up to the first window to keep."""
-        count = 0
-        while self._idle:
-            key, entry = next(iter(self._idle.items()))
-            if not self._is_expired(entry, now):
+        idle, expiry_s = self._idle, self._expiry_s
+        if expiry_s is None:
+            return 0
+        gone = []
+        for key, entry in idle.items():
+            if now - entry.last_use <= expiry_s:
                 break
-            del self._idle[key]
+            gone.append(key)
             self._give_back(entry.slot)
-            count += 1
-            if self._payload:
-                events.append(WindowEvicted(key, "expired"))
-        return count
+        for key in gone:
+            del idle[key]
+        if self._payload:
+            events.extend([WindowEvicted(key, "expired") for key in gone])
+        return len(gone)
 
     def _covered(self, key: bytes, origin: Origin, valid_from: int, now: float) -> bool:
         """Whether the arena's window of `key` makes a put of this origin and coverage needless; it is a use then."""

@@ -57,7 +57,7 @@ def slot() -> bytes:
     """The second block of the prompt as an approximate block of class 2."""
     root = NAMESPACES["plain"].root()
     chain = chain_keys(NAMESPACES["plain"], tokens())
-    identity = BlockIdentity(chain[1], chain[0], root, token_bytes(tokens()[128:256]), 1)
+    identity = BlockIdentity(chain[1], chain[0], root, bytes(token_bytes(tokens()[128:256])), 1)
     row = np.full(SMALL.slot_bytes, 0xAA, np.uint8)
     row[: SMALL.payload_bytes] = np.arange(SMALL.payload_bytes) % 251
     BlockCodec(SMALL).seal(row, identity, Origin.APPROX, 2, 1_790_000_000)

@@ -340,6 +340,22 @@ def test_marks_follow_the_rules_of_puts() -> None:
     assert not world.arena.contains(b"exact")
 
 
+@pytest.mark.parametrize("slots", [None, 3])
+def test_a_mark_that_replaces_another_takes_no_more_room_and_is_the_youngest(slots: int | None) -> None:
+    world = World(slots=slots, payload=False)
+    world.arena.put_marks([b"k"], 256, valid_from=0, origin=APPROX)
+    world.now += 100.0
+    world.arena.put_marks([b"other"], 256, valid_from=0, origin=EXACT)
+    world.arena.put_marks([b"k"], 256, valid_from=0, origin=EXACT)
+    assert world.arena.stats().used_bytes == 2 * PITCH
+    world.now += 100.0
+    world.arena.put_marks([b"other"], 256, valid_from=0, origin=EXACT)
+    world.now += 90.0
+    assert world.arena.expire() == 1
+    assert [world.arena.contains(key) for key in (b"k", b"other")] == [False, True]
+    assert world.arena.stats().used_bytes == PITCH
+
+
 def test_marks_in_a_bounded_arena_evict_in_order_and_count_drops() -> None:
     world = World(slots=2, payload=False)
     assert world.arena.put_marks([b"a", b"b", b"c"], 128, valid_from=0, origin=EXACT) == 0

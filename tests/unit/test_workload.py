@@ -21,6 +21,7 @@ from duokv.bench.workload import (
     with_output_ends,
 )
 from duokv.kvstore.errors import UsageError
+from duokv.kvstore.keys import chain_blob
 
 GOOD = '{"t":0.5,"s":"x","i":400,"o":7,"b":[[0,2],[9,1]],"a":2.5}'
 LATER = '{"t":1,"s":"","i":130,"o":0,"b":[[0,1]]}'
@@ -147,23 +148,48 @@ def test_keys_follow_the_chain() -> None:
     # Longer along a known run, and shorter.
     assert memo.keys([(0, 5)]) == b"".join(first + chain(first[2], [3, 4]))
     assert memo.keys([(0, 2), (50, 1)]) == b"".join([*first[:2], branch[0]])
+    # Longer along a known run and beyond it.
+    longer = first + chain(first[2], [3, 4, 5])
+    assert memo.keys([(0, 6), (60, 1)]) == b"".join(longer + chain(longer[-1], [60]))
     assert memo.keys([]) == b""
-    assert memo.distinct == 8
+    assert memo.distinct == 10
+
+
+def test_keys_of_some_blocks() -> None:
+    memo = KeyMemo(ROOT)
+    runs = [(0, 2), (50, 2), (7, 1)]
+    whole = KeyMemo(ROOT).keys(runs)
+    for first in range(5):
+        for end in range(first + 1, 6):
+            assert memo.part(runs, first, end) == whole[32 * first : 32 * end]
+    assert memo.distinct == 5
 
 
 def test_keys_are_derived_once() -> None:
-    asked: list[bytes] = []
+    asked: list[tuple[bytes, int]] = []
 
-    def step(parent: bytes, tokens: memoryview) -> bytes:
-        assert len(tokens) == 512
-        asked.append(parent)
-        return hashlib.sha256(parent + tokens).digest()
+    def links(parent: bytes, tokens: bytes, blocks: int) -> bytes:
+        assert len(tokens) == 512 * blocks
+        asked.append((parent, blocks))
+        return chain_blob(parent, tokens, blocks)
 
-    memo = KeyMemo(ROOT, step)
+    memo = KeyMemo(ROOT, links)
     for runs in ([(0, 3)], [(0, 3)], [(0, 1), (3, 1)], [(0, 1), (3, 1), (4, 300)], [(0, 2)]):
         memo.keys(runs)
-    assert len(asked) == len(set(asked)) + 1 == memo.distinct  # block 1 and block 3 have the same parent
-    assert asked[0] == ROOT
+    first, second, branch = (memo.part([(0, 1), (3, 2)], at, at + 1) for at in range(3))
+    assert asked == [(ROOT, 3), (first, 1), (second, 300)]
+    assert memo.distinct == 304
+    assert branch == memo.keys([(0, 1), (3, 2)])[64:]
+
+
+@pytest.mark.parametrize("token_bytes", [1, 1 << 20])
+def test_keys_hashed_anew_are_the_same(token_bytes: int) -> None:
+    """However the runs lie to the pages in which tokens are derived, and however many of these are kept."""
+    hashing = KeyMemo(ROOT, token_bytes=token_bytes)
+    for runs in ([(0, 1)], [(0, 128), (128, 5)], [(0, 100), (200, 300)], [(0, 2), (127, 2), (511, 1), (126, 1)], []):
+        assert hashing.hashed(runs) == KeyMemo(ROOT).keys(runs)
+        assert hashing.hashed(runs) == b"".join(chain(ROOT, [i for at, count in runs for i in range(at, at + count)]))
+    assert hashing.distinct == 0
 
 
 @pytest.mark.parametrize("runs", [[(7, 1), (1, 1)], [(0, 1), (9, 2), (9, 1)], [(7, 1), (0, 2)]])
@@ -179,7 +205,7 @@ def test_output_end() -> None:
     other = TraceRequest(11, "y", 300, 100, ((0, 2),))
     grown = TraceRequest(20, "x", 520, 1, ((0, 2), (7, 2)), 1)
     ends = with_output_ends([asked, other, grown])
-    assert list(ends) == [(asked, OutputEnd(15, 400, ((0, 2), (7, 1)))), (other, None), (grown, None)]
+    assert list(ends) == [(asked, OutputEnd(15, 400, ((0, 2), (7, 2)))), (other, None), (grown, None)]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +214,7 @@ def test_output_end() -> None:
         (TraceRequest(20, "x", 400, 1, ((0, 1), (1, 1), (2, 1))), 10),  # the same runs, written otherwise
         (TraceRequest(20, "x", 383, 1, ((0, 2),)), None),  # does not reach past the output
         (TraceRequest(20, "x", 520, 1, ((0, 1), (7, 3))), None),  # another prefix
+        (TraceRequest(20, "x", 520, 1, ((1, 4),)), None),
         (TraceRequest(20, "x", 600, 1, ((0, 4),)), 10),
         (TraceRequest(20, "x", 700, 1, ((0, 4),)), None),  # one block is not listed, which is not known
         (TraceRequest(20, "", 600, 1, ((0, 4),)), None),
@@ -196,7 +223,29 @@ def test_output_end() -> None:
 def test_output_end_needs_the_next_prompt(later: TraceRequest, t: float | None) -> None:
     asked = TraceRequest(10, later.session, 300, 100, ((0, 2),))
     [(_, end), _] = with_output_ends([asked, later])
-    assert end == (None if t is None else OutputEnd(t, 400, ((0, 3),)))
+    assert end == (None if t is None else OutputEnd(t, 400, later.runs))
+
+
+@pytest.mark.parametrize(
+    ("asked", "later", "known"),
+    [
+        (((0, 2), (7, 1)), ((0, 2), (7, 1), (9, 1)), True),
+        (((0, 2), (7, 1)), ((0, 2), (7, 2)), True),
+        (((0, 2), (7, 1)), ((0, 1), (1, 1), (7, 2)), True),
+        (((0, 1), (7, 2)), ((0, 1), (7, 1), (8, 2)), True),
+        (((0, 2), (7, 1)), ((0, 1), (7, 1), (8, 2)), False),
+        (((0, 1), (4, 1), (7, 1)), ((0, 1), (5, 1), (7, 2)), False),  # alike at the last run only
+        (((0, 1), (7, 2)), ((0, 1), (7, 1), (9, 2)), False),
+        ((), ((0, 4),), True),
+    ],
+)
+def test_an_output_ends_in_a_prompt_that_begins_alike(
+    asked: tuple[Run, ...], later: tuple[Run, ...], known: bool
+) -> None:
+    first = TraceRequest(10, "x", 128 * sum(count for _, count in asked), 1, asked)
+    second = TraceRequest(20, "x", 128 * sum(count for _, count in later), 1, later)
+    [(_, end), _] = with_output_ends([first, second])
+    assert (end is not None) is known
 
 
 def test_output_ends_before_the_prompt_that_carries_it() -> None:
