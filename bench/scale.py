@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import numpy as np
 from rich.progress import track
-from rich.table import Table
 
 from duokv.bench.command_line import OneLineParser, number, terminal
 from duokv.bench.scale_check import check, measure_figures, read_budget
-from duokv.bench.scale_size import OPERATIONS, Scale, measure_size
+from duokv.bench.scale_report import as_json, table
+from duokv.bench.scale_size import Scale, measure_size
 from duokv.kvstore.errors import DuoKVError
 
 LEAST = 10_000
@@ -39,28 +38,6 @@ def sizes_to(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def growth(scales: Sequence[Scale]) -> dict[str, float]:
-    """Exponent of each operation's wall time in the number of blocks: 0 does not grow, 1 grows as fast as they do.
-
-    A straight line through the logarithms; empty for one size.
-    """
-    if len(scales) < 2:
-        return {}
-    blocks = np.log([scale.blocks for scale in scales])
-    return {name: _slope(blocks, np.log([scale.costs[name].wall_s for scale in scales])) for name in OPERATIONS}
-
-
-def bytes_per_block(scales: Sequence[Scale]) -> dict[str, float]:
-    """Bytes that one more block takes in memory and in the index file; from nothing on, for one size."""
-    if len(scales) < 2:
-        return {"memory": scales[0].memory_bytes / scales[0].blocks, "index": scales[0].index_bytes / scales[0].blocks}
-    blocks = np.array([float(scale.blocks) for scale in scales])
-    return {
-        "memory": _slope(blocks, np.array([float(scale.memory_bytes) for scale in scales])),
-        "index": _slope(blocks, np.array([float(scale.index_bytes) for scale in scales])),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if the budget is exceeded, 2 for what cannot be done."""
     parser = OneLineParser(prog="python -m duokv.bench.scale", description=(__doc__ or "").partition("\n")[0])
@@ -74,34 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.check is not None:
             return _check(given.check, given.blocks, as_json=given.json)
         sizes = sizes_to(given.blocks or (QUICK if given.quick else MOST))
-        shown = not given.json and sys.stderr.isatty()
-        scales = list(track(_measure(sizes, given.repeats), "measuring", total=len(sizes), disable=not shown))
+        scales = measured(sizes, given.repeats, progress=not given.json and sys.stderr.isatty())
     except DuoKVError as error:
         print(f"scale: {error}", file=sys.stderr)
         return 2
     if given.json:
         print(json.dumps(as_json(scales)))
     else:
-        terminal(_PLAIN_WIDTH).print(_table(scales))
+        terminal(_PLAIN_WIDTH).print(table(scales))
     return 0
 
 
-def as_json(scales: Sequence[Scale]) -> dict[str, object]:
-    """All figures: per size, the growth over sizes, and what a block takes."""
-    return {
-        "sizes": [
-            {
-                "blocks": scale.blocks,
-                "memory_bytes_per_block": round(scale.memory_bytes / scale.blocks, 2),
-                "index_bytes_per_block": round(scale.index_bytes / scale.blocks, 2),
-                "wall_us": {name: round(1e6 * cost.wall_s, 2) for name, cost in scale.costs.items()},
-                "cpu_us_per_block": {name: round(cost.cpu_us_per_block, 5) for name, cost in scale.costs.items()},
-            }
-            for scale in scales
-        ],
-        "growth": {name: round(exponent, 3) for name, exponent in growth(scales).items()},
-        "bytes_per_block": {name: round(found, 2) for name, found in bytes_per_block(scales).items()},
-    }
+def measured(sizes: Sequence[int], repeats: int = REPEATS, *, progress: bool) -> list[Scale]:
+    """Measure every size, in a process each."""
+    return list(track(_measure(sizes, repeats), "measuring growth", total=len(sizes), disable=not progress))
 
 
 def _measure(sizes: Sequence[int], repeats: int) -> Iterator[Scale]:
@@ -129,36 +92,6 @@ def _check(path: Path, blocks: int | None, *, as_json: bool) -> int:
         if not over:
             print(f"{len(figures)} figures are within {path}")
     return 1 if over else 0
-
-
-def _table(scales: Sequence[Scale]) -> Table:
-    exponents, extra = growth(scales), bytes_per_block(scales)
-    table = Table(
-        title="Wall time of a call, CPU time by block",
-        title_justify="left",
-        caption="growth: exponent of the time in the number of blocks, by least squares; of bytes: what a block adds",
-        caption_justify="left",
-    )
-    table.add_column("", no_wrap=True)
-    for scale in scales:
-        table.add_column(f"{scale.blocks:,} blocks", justify="right", no_wrap=True)
-    table.add_column("growth", justify="right", no_wrap=True)
-    for name in OPERATIONS:
-        cells = [f"{_time(scale.costs[name].wall_s)} {scale.costs[name].cpu_us_per_block:9.4f} us" for scale in scales]
-        table.add_row(name, *cells, f"{exponents[name]:+.2f}" if exponents else "")
-    for name in ("memory", "index"):
-        totals = [scale.memory_bytes if name == "memory" else scale.index_bytes for scale in scales]
-        cells = [f"{total / scale.blocks:,.1f} B/block" for total, scale in zip(totals, scales, strict=True)]
-        table.add_row(name, *cells, f"{extra[name]:.1f} B")
-    return table
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:,.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} us"
-
-
-def _slope(x: np.ndarray[tuple[int], np.dtype[np.float64]], y: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    return float(np.polyfit(x, y, 1)[0])
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from duokv.bench.scale import bytes_per_block, growth, main, sizes_to
+from duokv.bench.scale import main, sizes_to
 from duokv.bench.scale_check import FIGURES, Budget, check, read_budget
+from duokv.bench.scale_report import bytes_per_block, growth
 from duokv.bench.scale_size import OPERATIONS, Cost, Scale
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,41 @@
+"""What benchmarks measured, one value a row, as a Parquet file for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from duokv.kvstore.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value. limit: what the same took, or was aimed at, in the same run, in the same unit; None if there is none.
+
+    turn: the how-manieth of its kind, from 0.
+    """
+
+    benchmark: str
+    table: str
+    case: str
+    unit: str
+    turn: int
+    found: float
+    limit: float | None = None
+
+
+def write_parquet(path: Path, samples: Iterable[Sample]) -> None:
+    """Write samples, a column for each field. UsageError if pyarrow is missing or the file cannot be written."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError(f"{path}: Parquet needs pyarrow ({error}); pip install 'duokv[tools]'") from error
+    rows = [asdict(sample) for sample in samples]
+    kinds = {"turn": pa.int32(), "found": pa.float64(), "limit": pa.float64()}
+    schema = pa.schema([(field.name, kinds.get(field.name, pa.string())) for field in fields(Sample)])
+    try:
+        parquet.write_table(pa.Table.from_pylist(rows, schema=schema), path, compression="zstd")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error}); name a file in a folder of yours") from error
