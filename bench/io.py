@@ -23,7 +23,7 @@ from duokv.kvstore.errors import DuoKVError
 
 SLOTS = (V41_SLOT, 16_384, 524_288, 2_097_152)
 BATCHES = (1, 8, 64, 601)
-THREADS = (1, 2, 4)
+THREADS = (1, 2, 4, 8)
 INDEXES = (0, 100_000, 1_000_000)
 PROCESSES = (1, 2, 4)
 PAIRS = 7
@@ -51,6 +51,7 @@ def sweep(
             replace(main, blocks=n, source="page cache", direct=False) for n in batches
         ],
         "Cold loads with their lookup, by blocks in the index": [replace(asked, index_blocks=n) for n in indexes],
+        "First blocks of streamed cold loads": [replace(main, action="stream", blocks=n) for n in batches],
         "Durable commits by blocks": [replace(commit, blocks=n) for n in batches],
         "Durable commits by slot": [replace(commit, slot_bytes=slot, blocks=n) for slot, n in sizes],
         "Durable commits by threads of the limit": [replace(commit, threads=n) for n in threads],

@@ -38,7 +38,8 @@ from duokv.kvstore.geometry import BLOCK_TOKENS, TRAILER_BYTES
 V41 = "deepseek-v4.1-flash"
 V41_SLOT = 114_688
 
-Action = Literal["load", "lookup+load", "commit"]
+Action = Literal["load", "lookup+load", "stream", "commit"]
+"""stream: until the first blocks of a load are there; its limit is one read of one block."""
 From = Literal["device", "cache", "page cache"]
 _KEPT = 3
 """Prompts read in turn, so that no one else's cache answers for the device."""
@@ -77,13 +78,14 @@ class Case:
     @property
     def times(self) -> int:
         """Calls in one timed part."""
-        most = _DURABLE_COMMITS if self.action == "commit" else _LEAST_BLOCKS
+        most = {"stream": 1, "commit": _DURABLE_COMMITS}.get(self.action, _LEAST_BLOCKS)
         return max(1, min(most, _LEAST_BLOCKS // self.blocks))
 
     @property
     def nbytes(self) -> int:
         """Bytes of one timed part, of all processes."""
-        return self.processes * self.times * self.blocks * self.slot_bytes
+        blocks = 1 if self.action == "stream" else self.times * self.blocks
+        return self.processes * blocks * self.slot_bytes
 
     @property
     def geometry(self) -> CacheGeometry:
@@ -200,6 +202,8 @@ class Subject:
         if self._raw is None:
             return copy([(self._source.rows[at : at + case.blocks].reshape(-1), to) for at, to in parts], self._crew)
         base = turn % _KEPT * case.span
+        if case.action == "stream":
+            return self._raw.read([(base * slot, self._rows.rows[0])], self._crew)
         return self._raw.read([((base + at) * slot, to) for at, to in parts], self._crew)
 
     def store(self) -> Timed:
@@ -216,11 +220,17 @@ class Subject:
         rows[:, :_WITNESS] = 0
         loaded = []
         started = time.perf_counter()
-        for at in self._starts():
-            found = hit if case.action == "load" else self._store.lookup(NAMESPACE, tokens, TRAFFIC)
-            out = rows[at : at + case.blocks]
-            loaded.append(self._store.load(found, out, first_block=at, deadline_s=_DEADLINE_S))
-        ended = time.perf_counter()
+        if case.action == "stream":
+            steps = self._store.load_iter(hit, rows[: case.blocks], deadline_s=_DEADLINE_S)
+            lead = next(steps, 0)
+            ended = time.perf_counter()
+            loaded.append(max(steps, default=lead))
+        else:
+            for at in self._starts():
+                found = hit if case.action == "load" else self._store.lookup(NAMESPACE, tokens, TRAFFIC)
+                out = rows[at : at + case.blocks]
+                loaded.append(self._store.load(found, out, first_block=at, deadline_s=_DEADLINE_S))
+            ended = time.perf_counter()
         if loaded != [case.blocks] * case.times:
             raise StoreError(f"{case}: loads gave {loaded} blocks of {case.blocks}; see the warnings before this line")
         return started, ended

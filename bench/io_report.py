@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios,
 
 _QUICK_HEADINGS = ("figure", "found", "low", "high", "aim", "")
 HEADINGS = ("", "store MB/s", "limit MB/s", "of limit", "low", "high")
+_STREAM_HEADINGS = ("", "first blocks ms", "one read ms", "more ms", "low", "high")
 AIMS: Mapping[str, tuple[str, float]] = {
     "cold_read_vs_device": ("least", 0.9),
     "warm_read_vs_memcpy": ("least", 0.8),
@@ -121,7 +123,7 @@ def tables(report: IoReport) -> list[Table]:
     return [
         terminal_table("Main figures", _about(quick), _QUICK_HEADINGS, _quick_rows(quick)),
         *(
-            terminal_table(title, _limit(group), HEADINGS, [_row(one) for one in group])
+            terminal_table(title, _limit(group), _headings(group), [_row(one) for one in group])
             for title, group in report.groups.items()
         ),
     ]
@@ -157,6 +159,8 @@ def _about(quick: Quick) -> str:
 
 def _limit(group: list[Result]) -> str:
     case = group[0].case
+    if case.action == "stream":
+        return "Until a load gives its first blocks, beside one raw O_DIRECT read of one block (aim: 5 ms more at most)"
     if case.action == "commit":
         return "Limit: raw O_DIRECT write of the same bytes into an allocated file, with one fdatasync"
     if case.source == "device":
@@ -164,7 +168,15 @@ def _limit(group: list[Result]) -> str:
     return "Limit: memcpy of the same bytes, as many threads"
 
 
+def _headings(group: list[Result]) -> Row:
+    return _STREAM_HEADINGS if group[0].case.action == "stream" else HEADINGS
+
+
 def _row(one: Result) -> Row:
+    if one.case.action == "stream":
+        more = [own - mean(limits) for own, *limits in zip(one.store_s, one.limit_s, one.limit_s[1:], strict=False)]
+        shown = (median(one.store_s), median(one.limit_s), median(more), min(more), max(more))
+        return (_case(one.case), *(f"{seconds * 1e3:.2f}" for seconds in shown))
     ratios = one.ratios
     written = "" if one.amplification is None else f"; x{one.amplification:.4f} written"
     return (
@@ -218,7 +230,7 @@ def _markdown(report: IoReport, plot: str) -> str:
     for title, group in report.groups.items():
         parts.append(f"## {title}")
         parts.append(f"{_limit(group)}.")
-        parts.append(markdown_table(HEADINGS, [_row(one) for one in group]))
+        parts.append(markdown_table(_headings(group), [_row(one) for one in group]))
     return "\n\n".join(parts) + "\n"
 
 

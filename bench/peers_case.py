@@ -19,7 +19,8 @@ import lmdb
 import numpy as np
 
 from duokv.bench.io_limits import Crew, RawFile, copy, ratios_to_limit, write_durably
-from duokv.bench.peer_serve import About, Action, Answer, Rows, digest, keys_of, stamp, touched_rows
+from duokv.bench.peer_serve import About, Action, Answer, Rows, digest, keys_of, stamp
+from duokv.kvstore.buffers import aligned
 from duokv.kvstore.errors import DuoKVError, StoreError
 
 KEPT = 3
@@ -109,13 +110,15 @@ class Limits:
         self._folder = folder
         self._size = size
         self._crew = Crew(size.threads)
-        self._source = touched_rows(size.blocks, size.slot_bytes)
+        self._source, self._out = (
+            np.frombuffer(aligned(size.blocks * size.slot_bytes), np.uint8).reshape(size.blocks, size.slot_bytes)
+            for _ in range(2)
+        )
         self._source[:] = np.frombuffer(np.random.default_rng(0).bytes(self._source.nbytes), np.uint8).reshape(
             self._source.shape
         )
         self.content = folder / "content"
         self._source.tofile(self.content)
-        self._out = touched_rows(size.blocks, size.slot_bytes)
         flat = self._source.reshape(-1)
         self._raw = RawFile(folder / "limit", KEPT * flat.nbytes, flat)
         self._digests: dict[tuple[int, int], str] = {}

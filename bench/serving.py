@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,8 @@ from statistics import median
 from duokv.bench.command_line import OneLineParser, number, numbers, progress_bar, terminal
 from duokv.bench.io_limits import check_disk
 from duokv.bench.io_report import Machine
-from duokv.bench.report_markdown import Row, terminal_table
+from duokv.bench.report_markdown import Row, markdown_table, terminal_table
+from duokv.bench.samples import Sample
 from duokv.bench.serving_engine import (
     BATCH,
     Bookkeeping,
@@ -46,6 +47,13 @@ _BESIDE = 4
 _GEOMETRIES = ("deepseek-v4.1-flash", "tiny")
 _HEADINGS = ("figure", "found", "low", "high", "aim", "")
 _PLAIN_WIDTH = 110
+_FIRST_TITLE = "First tokens of prompts whose head is on disk"
+_FIRST_HEADINGS = ("prompts", "load ms", "compute ms", "cold ms", "of the larger", "low", "high")
+_FIRST_NOTE = (
+    "load: without computing; compute: on blocks in engine memory; cold: until the last prompt's first token; each the "
+    "fastest of its rounds. Slow reads take as long as computing: a prompt alone then waits for both, since its first "
+    "layer with compressed KV reads all of it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +149,9 @@ def first_token_cases(blocks: int, *, quick: bool) -> list[FirstTokenCase]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 0, or 2 for what cannot be done."""
-    given = _arguments(argv)
-    folder = given.folder.absolute()
-    cases = first_token_cases(given.blocks, quick=given.quick)
+    given = arguments(argv)
     try:
-        geometry = CacheGeometry.preset("tiny")
-        check_disk(folder, sum(2 * case.requests * case.blocks * geometry.slot_bytes for case in cases) + (256 << 20))
-        machine = Machine.here(folder)
-        parts = len(cases) + 1 + len(given.windows) + _SLICES + len(_GEOMETRIES)
-        with (
-            tempfile.TemporaryDirectory(prefix="duokv-serving-", dir=folder) as name,
-            progress_bar("measured", parts, shown=not given.json and sys.stderr.isatty()) as done,
-        ):
-            found = measure(Path(name), given, done)
+        machine, found = measured(given, shown=not given.json and sys.stderr.isatty())
     except (DuoKVError, OSError) as error:
         print(f"serving: {error}", file=sys.stderr)
         return 2
@@ -161,11 +159,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({figure.name: round(figure.found, 5) for figure in found.figures()}))
         return 0
     out = terminal(_PLAIN_WIDTH)
-    for line in machine.ended().lines():
+    for line in machine.lines():
         out.print(line)
     out.print(terminal_table("Main figures", _about(found), _HEADINGS, [one.row() for one in found.figures()]))
-    out.print(_first_token_table(found.first_tokens))
+    rows = [_case(one) for one in found.first_tokens]
+    out.print(terminal_table(_FIRST_TITLE, _FIRST_NOTE, _FIRST_HEADINGS, rows))
     return 0
+
+
+def measured(given: argparse.Namespace, *, shown: bool) -> tuple[Machine, Serving]:
+    """Measure what arguments ask for."""
+    folder = given.folder.absolute()
+    cases = first_token_cases(given.blocks, quick=given.quick)
+    geometry = CacheGeometry.preset("tiny")
+    check_disk(folder, sum(2 * case.requests * case.blocks * geometry.slot_bytes for case in cases) + (256 << 20))
+    machine = Machine.here(folder)
+    parts = len(cases) + 1 + len(given.windows) + _SLICES + len(_GEOMETRIES)
+    with (
+        tempfile.TemporaryDirectory(prefix="duokv-serving-", dir=folder) as name,
+        progress_bar("measured", parts, shown=shown) as done,
+    ):
+        found = measure(Path(name), given, done)
+    return machine.ended(), found
+
+
+def sections(found: Serving) -> list[str]:
+    """The figures in Markdown."""
+    return [
+        f"{_about(found)}.",
+        markdown_table(_HEADINGS, [one.row() for one in found.figures()]),
+        f"### {_FIRST_TITLE}",
+        f"{_FIRST_NOTE}.",
+        markdown_table(_FIRST_HEADINGS, [_case(one) for one in found.first_tokens]),
+    ]
+
+
+def samples(found: Serving) -> Iterator[Sample]:
+    """The figures for programs."""
+    for figure in found.figures():
+        for turn, part in enumerate(figure.parts):
+            yield Sample("serving", "main figures", figure.name, "ratio", turn, part, figure.aim)
+    for one in found.first_tokens:
+        for kind, seconds in (("load", one.load_s), ("compute", one.compute_s), ("cold", one.cold_s)):
+            for turn, taken in enumerate(seconds):
+                yield Sample("serving", _FIRST_TITLE, f"{_case(one)[0]}, {kind}", "s", turn, taken)
 
 
 def _about(found: Serving) -> str:
@@ -178,18 +215,6 @@ def _about(found: Serving) -> str:
     )
 
 
-def _first_token_table(first: Sequence[FirstToken]) -> object:
-    headings = ("prompts", "load ms", "compute ms", "cold ms", "of the larger", "low", "high")
-    note = (
-        "load: without computing; compute: on blocks in engine memory; cold: until the last prompt's first token; each "
-        "the fastest of its rounds. Slow "
-        "reads take as long as computing: a prompt alone then waits for both, since its first layer with compressed "
-        "KV reads all of it"
-    )
-    rows = [_case(one) for one in first]
-    return terminal_table("First tokens of prompts whose head is on disk", note, headings, rows)
-
-
 def _case(one: FirstToken) -> Row:
     case = one.case
     return (
@@ -199,7 +224,8 @@ def _case(one: FirstToken) -> Row:
     )
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line."""
     parser = OneLineParser(prog="python -m duokv.bench.serving", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the main figures only, in fewer rounds")
     parser.add_argument("--json", action="store_true", help="the main figures as one JSON object instead of tables")

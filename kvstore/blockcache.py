@@ -22,8 +22,7 @@ from duokv.kvstore.buffers import aligned
 from duokv.kvstore.errors import StoreError, UsageError
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.reader import Rows, Span
-from duokv.kvstore.record import Row
+from duokv.kvstore.reader import Rows, Span, copy_rows
 from duokv.kvstore.walk import Runs, overlap
 
 SMALL_SHARE = 0.4
@@ -185,9 +184,9 @@ class BlockCache:
                 self._policy.pin(held)
         return Loan(self, blob, places, rows)
 
-    def add(self, key: bytes, place: int, row: Row) -> None:
-        """Copy the verified slot at `place` in, unless it is held already or no row can be had."""
-        self._publish(self._fill(key, place, row[None]))
+    def add(self, keys: bytes, place: int, rows: Rows) -> None:
+        """Copy the verified slots from `place` on in, but for those held already and those no row can be had for."""
+        self._publish(self._fill(keys, place, rows))
 
     def intake(self) -> Intake:
         """Take copies in that are not to be seen yet."""
@@ -203,9 +202,9 @@ class BlockCache:
         with self._lock:
             taken = [(i, at) for i in range(len(rows)) if (at := self._policy.take(place + i)) is not None]
         names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-        for i, at in taken:
-            self._slab[at] = rows[i]
-            self._keys[at] = names[i]
+        for i, at, count in _side_by_side(taken):
+            self._slab[at : at + count] = rows[i : i + count]
+            self._keys[at : at + count] = names[i : i + count]
         return [(at, place + i) for i, at in taken]
 
     def _publish(self, filled: Filled) -> None:
@@ -219,9 +218,13 @@ class BlockCache:
                 self._policy.give_back(at)
 
     def _copy(self, rows: npt.NDArray[np.intp], out: Rows) -> None:
-        # One call for scattered rows, as fast as for neighbours, which lets other threads run; "clip" is what makes it
-        # write straight into `out`.
-        np.take(self._slab, rows, axis=0, out=out, mode="clip")
+        if out.shape[1] == self._slot_bytes and out.flags.c_contiguous:
+            # One call for scattered rows, as fast as for neighbours, which lets other threads run; "clip" is what makes
+            # it write straight into `out`.
+            np.take(self._slab, rows, axis=0, out=out, mode="clip")
+            return
+        for i, row in enumerate(rows.tolist()):
+            copy_rows(self._slab[row : row + 1], out[i : i + 1])
 
     def _unpin(self, rows: npt.NDArray[np.intp]) -> None:
         with self._lock:
@@ -268,14 +271,14 @@ class Loan:
         ]
 
     def copy(self, first: int, out: Rows) -> None:
-        """Fill `out` with the blocks from `first` on, all of which are held."""
+        """Fill `out`, `[n, any width]`, with what fits of the blocks from `first` on, all of which are held."""
         self._cache._copy(self._rows[first : first + len(out)], out)
 
-    def keep(self, block: int, row: Row) -> None:
-        """Put a block that was read and verified into the cache; also once the loan is over."""
-        if self._places:
-            key = self._blob[block * KEY_BYTES : (block + 1) * KEY_BYTES]
-            self._cache.add(key, self._places[block], row)
+    def keep(self, block: int, rows: Rows) -> None:
+        """Put blocks from consecutive slots that were read and verified into the cache; also once the loan is over."""
+        if self._places and len(rows):
+            keys = self._blob[block * KEY_BYTES : (block + len(rows)) * KEY_BYTES]
+            self._cache.add(keys, self._places[block], rows)
 
     def release(self) -> None:
         """Give the rows back; idempotent."""
@@ -316,6 +319,17 @@ class Intake:
     def __exit__(self, *_: object) -> None:
         self._cache._give_back(at for at, _ in self._filled)
         self._filled = []
+
+
+def _side_by_side(taken: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Pairs that count up together, as (i, at, count)."""
+    joined: list[tuple[int, int, int]] = []
+    for i, at in taken:
+        if joined and (i, at) == (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]):
+            joined[-1] = (*joined[-1][:2], joined[-1][2] + 1)
+        else:
+            joined.append((i, at, 1))
+    return joined
 
 
 def _runs(flags: npt.NDArray[np.bool_]) -> Runs:

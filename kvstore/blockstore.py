@@ -33,7 +33,7 @@ from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec
 from duokv.kvstore.space import Allocation, Space
-from duokv.kvstore.staging import Chunk, Payload, SlotsNotWritten, chunks_of, slots_per_write, write_chunks
+from duokv.kvstore.staging import Chunk, Payload, Piece, SlotsNotWritten, plan_chunks, write_chunks
 from duokv.kvstore.walk import (
     CommitWalk,
     Found,
@@ -217,17 +217,20 @@ class BlockStore:
         stored_at = int(self._clock.wall())
 
         def fill(chunk: Chunk, rows: Rows) -> None:
-            for i, row in enumerate(rows):
-                payload.fill(chunk.block + i, row)
-                self._codec.seal(row, payload.identity(chunk.block + i), origin, class_id, stored_at)
+            block = chunk.block
+            self._codec.frame(rows, self._codec.frames(payload.chain, block, len(rows)), origin, class_id, stored_at)
+            payload.fill(block, rows)
+            for row in rows:
+                self._codec.close(row)
+            payload.sealed(place_of(chunk.writer.number, chunk.slot), block, rows)
 
         def write(chunk: Chunk, rows: Rows) -> None:
             chunk.writer.write(chunk.slot, rows.reshape(-1).data)
-            payload.written(place_of(chunk.writer.number, chunk.slot), chunk.block, rows)
             if chunk.last and self._config.fsync == "always":
                 chunk.writer.sync()
 
-        chunks = [chunk for piece, block in pieces for chunk in chunks_of(piece.writer, piece.slot, block, piece.count)]
+        places = [Piece(piece.writer, piece.slot, block, piece.count) for piece, block in pieces]
+        chunks = plan_chunks(places, slot_bytes=self._codec.slot_bytes)
         try:
             write_chunks(chunks, self._pool, self._codec.slot_bytes, fill=fill, write=write)
         except SlotsNotWritten as failure:

@@ -6,6 +6,7 @@ made, and handed out again and again.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
 import weakref
@@ -21,6 +22,12 @@ PAGE = 4096
 """Alignment that satisfies O_DIRECT on devices with logical blocks of 512 and of 4096 bytes."""
 
 
+HUGE_PAGE = 2 << 20
+"""Memory of at least so much begins at a multiple of it and is asked for in such pages: a direct read or write of a MiB
+is then a few pieces for the device instead of hundreds, and up to twice as fast."""
+_POPULATE_WRITE = 23  # linux/mman.h; Linux 5.14
+
+
 def aligned(nbytes: int) -> memoryview:
     """Return `nbytes` of zeroed, writable memory at an address that is a multiple of `PAGE`, already touched.
 
@@ -29,8 +36,21 @@ def aligned(nbytes: int) -> memoryview:
     """
     if nbytes < 0:
         raise UsageError(f"buffer of {nbytes} bytes: negative; ask for at least 0")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=flags))[:nbytes]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if nbytes < HUGE_PAGE:
+        return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=flags | mmap.MAP_POPULATE))[:nbytes]
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=flags)
+    start = -address(memoryview(memory)) % HUGE_PAGE
+    view = memoryview(memory)[start : start + nbytes]
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(_POPULATE_WRITE, start, nbytes)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A kernel without one of them: what is touched is there all the same.
+        np.frombuffer(view, np.uint8)[::PAGE] = 0
+    return view
 
 
 def address(view: memoryview) -> int:

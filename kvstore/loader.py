@@ -16,29 +16,43 @@ from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Degraded, Event
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.index import Index
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.reader import LATE, BlockReader, Copies, Rows, Span, is_unreadable, plan_reads
-from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
+from duokv.kvstore.reader import (
+    LATE,
+    MAX_READ_BYTES,
+    MAX_STAGE_BYTES,
+    BlockReader,
+    Copies,
+    Rows,
+    Span,
+    is_unreadable,
+    plan_reads,
+)
+from duokv.kvstore.record import BlockCodec, Chain
 
-MAX_OP_BYTES = 4 << 20
-"""Bytes of one read: large enough for the device, small enough that verification overlaps the reads after it."""
-MAX_COPY_BYTES = 32 << 20
-"""Bytes of one copy from memory: a load cannot be late by more than one takes, some milliseconds."""
+_FIRST_READ_BYTES = 256 << 10
+"""Bytes of a load's first read, so that who streams it can begin."""
+_EARLY_READ_BYTES = 512 << 10
+"""Bytes of the reads that go out with it."""
+_LEAST_READ_BYTES = 1 << 20
+"""Bytes below which a read is not cut so that each thread has two: what a read costs is then more than it gains."""
+MAX_COPY_BYTES = 4 << 20
+"""Bytes of one copy from memory: enough that what it costs beside them (10 us) is little, and so few that no thread
+waits long for the last one, nor is a load late by more than one takes."""
 _CUT = "cut"
 """Why a block is missed that has left the index since it was looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Blocks `first`.. of a prompt whose places a lookup found. `blob` holds the keys of all its `blocks` blocks.
+    """Blocks `first`.. of a prompt whose places a lookup found. `chain` has the keys of all its `blocks` blocks.
 
     exact: the first so many were exact then; if they have moved since, approximate ones do not take their place.
     """
 
-    blob: bytes
+    chain: Chain
     blocks: int
     first: int
     spans: tuple[Span, ...]
-    identity: Callable[[int], BlockIdentity]
     exact: int
 
 
@@ -55,11 +69,16 @@ class BlockLoader:
         self._cache = cache
         self._codec = codec
         self._emit = emit
-        self._max_slots = max(1, MAX_OP_BYTES // codec.slot_bytes)
+        self._least_slots = max(1, _LEAST_READ_BYTES // codec.slot_bytes)
+        first, early = (max(1, nbytes // codec.slot_bytes) for nbytes in (_FIRST_READ_BYTES, _EARLY_READ_BYTES))
+        self._ramp = (first, *[early] * (reader.threads - 1))
         self._max_copied = max(1, MAX_COPY_BYTES // codec.slot_bytes)
 
-    def stream(self, wanted: Wanted, rows: Rows, lent: Lent, deadline_s: float) -> Iterator[int]:
-        """Yield how many leading rows hold verified blocks, each time that grows. Row 0 is block `wanted.first`."""
+    def stream(self, wanted: Wanted, rows: Rows, lent: Lent | None, deadline_s: float) -> Iterator[int]:
+        """Yield how many leading rows hold verified blocks, each time that grows. Row 0 is block `wanted.first`.
+
+        lent: see `BlockReader.fetch`.
+        """
         total = wanted.blocks - wanted.first
         until = self._reader.after(deadline_s)
         lead, cached, reason, spans = 0, 0, None, wanted.spans
@@ -84,23 +103,30 @@ class BlockLoader:
         self._emit(BlocksLoaded(lead, total, (lead - cached) * slot_bytes, reason, cached, cached * slot_bytes))
 
     def _pass(
-        self, wanted: Wanted, spans: tuple[Span, ...], rows: Rows, lead: int, lent: Lent, until: float
+        self, wanted: Wanted, spans: tuple[Span, ...], rows: Rows, lead: int, lent: Lent | None, until: float
     ) -> Iterator[tuple[int, int, str | None]]:
         """Yield (leading rows, how many of them beyond `lead` came from the cache, why the next one failed or None)."""
         base = wanted.first + lead
         rest = _from(spans, base)
-        with self._cache.borrow(wanted.blob[base * KEY_BYTES :], rest) as loan:
-            reads = plan_reads(loan.missing(rest), max_slots=self._max_slots)
+        with self._cache.borrow(wanted.chain.blob[base * KEY_BYTES :], rest) as loan:
+            missing = loan.missing(rest)
+            most = self._slots_per_read(
+                sum(span.count for span in missing), MAX_READ_BYTES if lent else MAX_STAGE_BYTES
+            )
+            # Of a small load there is little on the way at once, and small reads would cost it more than they gain.
+            ramp = self._ramp if most > self._least_slots else self._ramp[:1]
+            reads = plan_reads(missing, ramp=ramp, max_slots=most)
             names = self._names(reads) if reads else {}
             # A segment the index no longer knows ends the lead there.
             known = tuple(itertools.takewhile(lambda span: span.segment in names, reads))
             end = reads[len(known)].block if len(known) < len(reads) else sum(span.count for span in rest)
 
-            def check(row_at: int, row: Row) -> str | None:
-                reason = self._codec.mismatch(row, wanted.identity(base + row_at))
-                if reason is None:
-                    loan.keep(row_at, row)
-                return reason
+            def check(first: int, found: Rows) -> list[str | None]:
+                frames = self._codec.frames(wanted.chain, base + first, len(found))
+                reasons = self._codec.mismatches(found, frames)
+                whole = next((i for i, reason in enumerate(reasons) if reason is not None), len(reasons))
+                loan.keep(first, found[:whole])
+                return reasons
 
             steps = self._reader.fetch(
                 known, rows[lead:], name_of=names.__getitem__, check=check, lent=lent, until=until,
@@ -115,10 +141,13 @@ class BlockLoader:
                 yield lead + end, loan.held(end), "ENOENT"
 
     def _rows_per_copy(self, rows: int) -> int:
-        """Copies are few, since each costs some microseconds beside its bytes, and as many for each thread."""
-        threads = self._reader.threads
-        rounds = -(-rows // (self._max_copied * threads))
-        return max(self._max_slots, -(-rows // (max(1, rounds) * threads)))
+        """As many as make a copy worth it, fewer if threads would be left without one."""
+        return min(self._max_copied, max(self._least_slots, -(-rows // self._reader.threads)))
+
+    def _slots_per_read(self, slots: int, max_bytes: int) -> int:
+        """As many as make a read fast, fewer if each thread has two: one is verified while the other is read."""
+        most = max(1, max_bytes // self._codec.slot_bytes)
+        return min(most, max(self._least_slots, -(-slots // (2 * self._reader.threads))))
 
     def _names(self, reads: Sequence[Span]) -> dict[int, str]:
         """The files of those segments of a plan that the index knows."""
@@ -137,7 +166,7 @@ class BlockLoader:
             life = txn.life(place)
             info = txn.segment(span.segment)
         if life is None or life.n <= offset or info is None:
-            found = self._blocks.find(wanted.blob, wanted.blocks, None, use=False)
+            found = self._blocks.find(wanted.chain.blob, wanted.blocks, None, use=False)
             until = found.blocks if found.exact >= wanted.exact else found.exact
             return found.spans(until) if until > block else (), _CUT
         if is_unreadable(reason) and reason != "ENOENT":
@@ -145,7 +174,7 @@ class BlockLoader:
         if reason == "ENOENT":
             self._blocks.lose_segment(span.segment)
         else:
-            key = wanted.blob[block * KEY_BYTES : (block + 1) * KEY_BYTES]
+            key = wanted.chain.blob[block * KEY_BYTES : (block + 1) * KEY_BYTES]
             self._blocks.quarantine(place, offset, key, reason)
             self._emit(BlockQuarantined(key, info.name(span.segment), span.slot + offset, reason))
         return (), reason

@@ -1,8 +1,10 @@
 """Reads blocks into the caller's rows and verifies each one, within a deadline.
 
 A backend call cannot be taken back, so reads run on threads of the reader's own: when the deadline passes the caller
-goes on, and the memory of a read still under way is held until that read ends. Blocks that are in memory already are
-copied by the caller itself meanwhile, so that they depend on no thread that a backend may hold up; idle threads help.
+goes on, and the memory of a read still under way is held until that read ends. Rows that the store did not lend are
+never read into: each read goes to a stage of its own, is verified and copied out there, and what comes too late is
+not copied. Blocks that are in memory already are copied by the caller itself meanwhile, so that they depend on no
+thread that a backend may hold up; idle threads help.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from duokv.kvstore.backend import Backend, ReadOp
-from duokv.kvstore.buffers import Lent
-from duokv.kvstore.record import Row
+from duokv.kvstore.buffers import BufferPool, Lent
 
 Rows = npt.NDArray[np.uint8]
 """`[n, slot_bytes]` uint8."""
+MAX_READ_BYTES = 4 << 20
+"""Bytes of one read into lent rows: larger ones gain nothing on a local disk."""
+MAX_STAGE_BYTES = 2 << 20
+"""Bytes of one read for rows of others: what the processor's cache keeps until it is verified and copied out."""
 LATE = "deadline"
+Check = Callable[[int, Rows], list[str | None]]
+"""`check(i, rows)`: per row, why it is not block i, i + 1, ... of the plan, or None where it is. On any thread."""
 _RAISED = "backend raised"
 _ERRNOS = frozenset(errno.errorcode.values())
 
@@ -39,8 +46,15 @@ class Span:
     count: int
 
 
-def plan_reads(spans: Sequence[Span], *, max_slots: int) -> tuple[Span, ...]:
-    """Join spans that continue each other in the file and in the prompt, then cut them to `max_slots` each."""
+def plan_reads(spans: Sequence[Span], *, ramp: Sequence[int], max_slots: int) -> tuple[Span, ...]:
+    """Join spans that continue each other in the file and in the prompt, then cut them to `max_slots` each.
+
+    ramp: the most slots of the first reads, which go out together: who streams a load waits for the first one, and a
+    device may answer none of them before all are done.
+
+    Holes are not read over: on a local disk four reads in flight hide what a call costs (0.02 ms), and the bytes of one
+    large slot take longer than that.
+    """
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else None
@@ -51,11 +65,15 @@ def plan_reads(spans: Sequence[Span], *, max_slots: int) -> tuple[Span, ...]:
             joined[-1] = Span(last.segment, last.slot, last.block, last.count + span.count)
         else:
             joined.append(span)
-    return tuple(
-        Span(span.segment, span.slot + at, span.block + at, min(max_slots, span.count - at))
-        for span in joined
-        for at in range(0, span.count, max_slots)
-    )
+    reads: list[Span] = []
+    for span in joined:
+        at = 0
+        while at < span.count:
+            most = ramp[len(reads)] if len(reads) < len(ramp) else max_slots
+            count = min(most, span.count - at)
+            reads.append(Span(span.segment, span.slot + at, span.block + at, count))
+            at += count
+    return tuple(reads)
 
 
 def is_unreadable(reason: str) -> bool:
@@ -74,29 +92,36 @@ class Copies:
     copy: Callable[[int, Rows], None]
 
 
+def copy_rows(rows: Rows, out: Rows) -> None:
+    """Copy rows into as many of another width and layout: what fits of each."""
+    width = min(rows.shape[1], out.shape[1])
+    out[:, :width] = rows[:, :width]
+
+
 class _Job:
     """One load: its reads and copies, what came of each block, and the memory it must keep while a read is under way.
 
-    done: first block of a read or copy, and why each of its blocks failed or None.
+    done: first block of a read or copy, and why each of its blocks failed or None. lent: None if the rows' memory is
+    not the store's.
     """
 
-    def __init__(
-        self, rows: Rows, check: Callable[[int, Row], str | None], lent: Lent, reads: int, copies: Copies | None
-    ) -> None:
+    def __init__(self, rows: Rows, check: Check, lent: Lent | None, reads: int, copies: Copies | None) -> None:
         self.rows = rows
         self.check = check
+        self.direct = lent is not None
         self.done: queue.SimpleQueue[tuple[int, list[str | None]]] = queue.SimpleQueue()
         self.ended = threading.Event()
         self.cancelled = False
         # Only a read may outlive its caller.
-        self._memory = lent.retain() if reads else None
+        self._memory = lent.retain() if lent is not None and reads else None
         self._left = reads
         self._lock = threading.Lock()
         self._copies = copies
         self._runs = deque(copies.runs if copies else ())
         self._copying = 0
+        self._over = False
         self._copied = threading.Condition(self._lock)
-        if not reads:
+        if not reads or not self.direct:
             self.ended.set()
 
     def finished_one(self) -> None:
@@ -118,10 +143,25 @@ class _Job:
             self._copies.copy(first, self.rows[first : first + count])
             self.done.put((first, [None] * count))
         finally:
-            with self._copied:
-                self._copying -= 1
-                self._copied.notify_all()
+            self._end_copy()
         return True
+
+    def copy_out(self, first: int, stage: Rows) -> bool:
+        """Copy rows that were read elsewhere; False if nobody waits for them any more."""
+        with self._lock:
+            if self._over:
+                return False
+            self._copying += 1
+        try:
+            copy_rows(stage, self.rows[first : first + len(stage)])
+        finally:
+            self._end_copy()
+        return True
+
+    def _end_copy(self) -> None:
+        with self._copied:
+            self._copying -= 1
+            self._copied.notify_all()
 
     def help_copying(self) -> None:
         """Copy as long as there is something to copy."""
@@ -131,6 +171,7 @@ class _Job:
     def end_copies(self) -> None:
         """Begin none any more, and wait for those under way: a copy from memory does not hang."""
         with self._copied:
+            self._over = True
             self._runs.clear()
             self._copied.wait_for(lambda: self._copying == 0)
 
@@ -139,12 +180,14 @@ class BlockReader:
     """A few daemon threads that read and verify. Thread-safe."""
 
     def __init__(self, backend: Backend, *, threads: int, slot_bytes: int, monotonic: Callable[[], float]) -> None:
+        self.threads = max(1, min(threads, backend.concurrency))
+        """How many read at a time; as many copy, one of them the caller's."""
         self._backend = backend
         self._slot_bytes = slot_bytes
         self._monotonic = monotonic
+        self._stage_slots = max(1, MAX_STAGE_BYTES // slot_bytes)
+        self._stages = BufferPool(self.threads * max(MAX_STAGE_BYTES, 2 * slot_bytes))
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.threads = max(1, min(threads, backend.concurrency))
-        """How many read at a time; as many copy, one of them the caller's."""
         self._started: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._abandoned: list[_Job] = []
@@ -160,16 +203,16 @@ class BlockReader:
         rows: Rows,
         *,
         name_of: Callable[[int], str],
-        check: Callable[[int, Row], str | None],
-        lent: Lent,
+        check: Check,
+        lent: Lent | None,
         until: float,
         copies: Copies | None = None,
     ) -> Generator[tuple[int, str | None], None, None]:
         """Yield (leading verified blocks, why the next one failed or None) whenever the lead grows, and at the end.
 
-        `rows[i]` receives block i of the plan, which `reads` and `copies` cover together; `check(i, row)` says why a
-        row that was read is not that block. `lent` owns the rows' memory. until: see `after`. No copy is under way any
-        more when this ends, but a read may be.
+        `rows[i]` receives block i of the plan, which `reads` and `copies` cover together. lent: owns the rows' memory,
+        which is read into; None: the rows, `[n, any width]`, are another's, and get what of a slot fits. until: see
+        `after`. When this ends no copy is under way any more; a read into lent rows may be.
         """
         runs = copies.runs if copies else ()
         if not reads and not runs:
@@ -260,12 +303,24 @@ class BlockReader:
         job.done.put((span.block, list(reasons)))
 
     def _read(self, job: _Job, span: Span, name: str, until: float) -> list[str | None]:
-        rows = job.rows[span.block : span.block + span.count]
+        if job.direct:
+            rows = job.rows[span.block : span.block + span.count]
+            return self._read_into(rows, job, span, name, until)
+        # All of one size, so that each fits every read.
+        with self._stages.lend(max(span.count, self._stage_slots), self._slot_bytes) as stage:
+            rows = stage.rows[: span.count]
+            reasons = self._read_into(rows, job, span, name, until)
+            whole = next((i for i, reason in enumerate(reasons) if reason is not None), span.count)
+            if not job.copy_out(span.block, rows[:whole]):
+                return [LATE] * span.count
+            return reasons
+
+    def _read_into(self, rows: Rows, job: _Job, span: Span, name: str, until: float) -> list[str | None]:
         op = ReadOp(name, span.slot * self._slot_bytes, (rows.reshape(-1).data,))
         got = self._backend.read_many([op], deadline_s=max(0.0, until - self._monotonic()))[0]
         if got < 0:
             reason = LATE if got == -errno.ETIMEDOUT else errno.errorcode.get(-got, "EIO")
             return [reason] * span.count
-        whole = got // self._slot_bytes
-        checked = [job.check(span.block + i, rows[i]) for i in range(min(whole, span.count))]
-        return checked + ["short read"] * (span.count - len(checked))
+        whole = min(got // self._slot_bytes, span.count)
+        checked = job.check(span.block, rows[:whole]) if whole else []
+        return checked + ["short read"] * (span.count - whole)

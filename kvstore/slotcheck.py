@@ -8,8 +8,8 @@ from duokv.kvstore.backend import Backend
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.reader import LATE, BlockReader, Span
-from duokv.kvstore.record import BlockCodec, Row, Trailer
+from duokv.kvstore.reader import LATE, BlockReader, Rows, Span
+from duokv.kvstore.record import BlockCodec, Trailer
 
 MAX_SLOTS = 32
 """Slots of one read."""
@@ -65,8 +65,9 @@ class SlotChecker:
                 runs.append(Span(0, slot, i, 1))
         found: dict[int, Trailer | str] = {}
 
-        def note(at: int, row: Row) -> None:
-            found[at] = self._codec.decode(row)
+        def note(first: int, rows: Rows) -> list[str | None]:
+            found.update({first + i: self._codec.decode(row) for i, row in enumerate(rows)})
+            return [None] * len(rows)
 
         failed: str | None = None
         until = self._reader.after(deadline_s)

@@ -275,13 +275,12 @@ class Space:
             writer.forget_unpublished()
 
     def flush(self) -> None:
-        """Make every written slot durable, then the index that points at them.
+        """Make every written slot durable. The index is not: after power loss it is built anew from the slots.
 
         OSError if that fails; the segment is then given up, as nothing later could tell what of it is durable.
         """
         failed = self.sync(self._writers()) or self._sync_sealed()
         self._seal_again()
-        self._index.sync()
         if failed is not None:
             raise failed
 

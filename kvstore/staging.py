@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.reader import Rows
-from duokv.kvstore.record import BlockIdentity, Row
+from duokv.kvstore.record import Chain
 from duokv.kvstore.segment import SegmentWriter
 
-STAGING_BLOCKS = 32
-"""Slots written per system call: large enough for the device, small enough to stay in cache between copy and write."""
+WRITE_BYTES = 4 << 20
+"""Bytes of one write: large enough for the device, small enough to stay in cache between copy and write."""
+_STAGES = 3
+"""One is filled, one is written, and one waits, so that a write begins as soon as the last one ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where a commit's bytes come from: `fill(block, row)` copies block `block`'s payload into the head of a slot.
+    """Where a commit's bytes come from: `fill(block, rows)` copies the payloads of blocks `block`.. into slots' heads.
 
-    written: told (place, first block, rows) of slots that were written and not published yet.
+    sealed: told (place, first block, rows) of slots that are about to be written; none is published yet, and some may
+    not be written after all.
     """
 
-    fill: Callable[[int, Row], None]
-    identity: Callable[[int], BlockIdentity]
-    written: Callable[[int, int, Rows], None]
+    fill: Callable[[int, Rows], None]
+    chain: Chain
+    sealed: Callable[[int, int, Rows], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`count` consecutive slots of a segment from `slot` on, for blocks from `block` on."""
+
+    writer: SegmentWriter
+    slot: int
+    block: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`count` consecutive slots of a segment from `slot` on, for blocks from `block` on. last: of its allocation."""
+    """As much of a piece as is written at once. last: of its piece."""
 
     writer: SegmentWriter
     slot: int
@@ -52,12 +65,23 @@ Step = Callable[[Chunk, Rows], None]
 _Outcome = tuple[Chunk, BaseException | None]
 
 
-def chunks_of(writer: SegmentWriter, slot: int, block: int, count: int) -> list[Chunk]:
-    """Cut one allocation into chunks of `STAGING_BLOCKS` slots."""
-    return [
-        Chunk(writer, slot + at, block + at, min(STAGING_BLOCKS, count - at), at + STAGING_BLOCKS >= count)
-        for at in range(0, count, STAGING_BLOCKS)
-    ]
+def plan_chunks(pieces: Iterable[Piece], *, slot_bytes: int) -> list[Chunk]:
+    """Cut pieces of an allocation into chunks to be written, the first of many a small one so that writing begins."""
+    most = _slots_per_write(slot_bytes)
+    pieces = tuple(pieces)
+    size = most if sum(piece.count for piece in pieces) <= most else max(1, most // 4)
+    chunks: list[Chunk] = []
+    for piece in pieces:
+        at = 0
+        while at < piece.count:
+            count = min(size, piece.count - at)
+            chunks.append(Chunk(piece.writer, piece.slot + at, piece.block + at, count, at + count == piece.count))
+            at, size = at + count, most
+    return chunks
+
+
+def _slots_per_write(slot_bytes: int) -> int:
+    return max(1, WRITE_BYTES // slot_bytes)
 
 
 def write_chunks(chunks: Sequence[Chunk], pool: BufferPool, slot_bytes: int, *, fill: Step, write: Step) -> None:
@@ -66,55 +90,65 @@ def write_chunks(chunks: Sequence[Chunk], pool: BufferPool, slot_bytes: int, *, 
     A few slots are written by this thread. When this returns or raises, no write is under way. SlotsNotWritten if
     `write` raised OSError.
     """
-    beside = sum(chunk.count for chunk in chunks) > STAGING_BLOCKS
-    with pool.lend(STAGING_BLOCKS * (1 + beside), slot_bytes) as staging:
+    slots = max((chunk.count for chunk in chunks), default=0)
+    beside = sum(chunk.count for chunk in chunks) > _slots_per_write(slot_bytes)
+    stages = _STAGES if beside else 1
+    with pool.lend(slots * stages, slot_bytes) as staging:
         writing = _Writing(write) if beside else None
         try:
             for number, chunk in enumerate(chunks):
-                first = number % 2 * STAGING_BLOCKS if beside else 0
+                first = number % stages * slots
                 rows = staging.rows[first : first + chunk.count]
-                fill(chunk, rows)
                 if writing is None:
+                    fill(chunk, rows)
                     _raise_for(_outcome(write, chunk, rows))
                 else:
-                    writing.wait()
+                    writing.wait(stages - 1)
+                    fill(chunk, rows)
                     writing.begin(chunk, rows)
             if writing is not None:
-                writing.wait()
+                writing.wait(0)
         finally:
             if writing is not None:
                 writing.end()
 
 
 class _Writing:
-    """A thread that writes one chunk at a time. It is a daemon: a device that hangs must not keep a process alive."""
+    """A thread that writes one chunk at a time, and none after one that failed.
+
+    It is a daemon: a device that hangs must not keep a process alive.
+    """
 
     def __init__(self, write: Step) -> None:
         self._given: queue.SimpleQueue[tuple[Chunk, Rows] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        self._busy = False
+        self._begun = 0
+        self._over = False
         threading.Thread(target=self._work, args=(write,), name="duokv-write", daemon=True).start()
 
     def begin(self, chunk: Chunk, rows: Rows) -> None:
-        self._busy = True
+        self._begun += 1
         self._given.put((chunk, rows))
 
-    def wait(self) -> None:
-        """Wait for the write under way, if any, and raise what it raised."""
-        if self._busy:
+    def wait(self, left: int) -> None:
+        """Wait until at most `left` are not written, and raise what writing one raised."""
+        while self._begun > left:
             outcome = self._done.get()
-            self._busy = False
+            self._begun -= 1
             _raise_for(outcome)
 
     def end(self) -> None:
-        """Wait for the write under way, whatever becomes of it, and let the thread go."""
-        if self._busy:
+        """Wait for the write under way, whatever becomes of it, begin no other, and let the thread go."""
+        self._over = True
+        for _ in range(self._begun):
             self._done.get()
         self._given.put(None)
 
     def _work(self, write: Step) -> None:
         while (given := self._given.get()) is not None:
-            self._done.put(_outcome(write, *given))
+            outcome = (given[0], None) if self._over else _outcome(write, *given)
+            self._over = self._over or outcome[1] is not None
+            self._done.put(outcome)
             del given
 
 

@@ -41,7 +41,7 @@ from duokv.kvstore.loader import BlockLoader, Wanted
 from duokv.kvstore.metrics import Counters
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.reader import BlockReader, Rows
-from duokv.kvstore.record import BlockCodec, BlockIdentity, Row
+from duokv.kvstore.record import BlockCodec, Chain, Row
 from duokv.kvstore.recovery import write_lives
 from duokv.kvstore.staging import Payload
 from duokv.kvstore.swa import SwaArena, SwaStats, SwaWindow
@@ -70,12 +70,8 @@ class PrefixHit:
     traffic: str
     exact_tokens: int
     _found: Found = field(repr=False, default=Found((), 0, None))
-    _ids: bytes = field(repr=False, default=b"")
+    _ids: bytes | memoryview = field(repr=False, default=b"")
     _root: bytes = field(repr=False, default=b"")
-
-    def identity(self, block: int) -> BlockIdentity:
-        """What block `block` of the hit must claim to be."""
-        return _identity(self._root, self.keys.blob, self._ids, block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,32 +194,21 @@ class KVStore:
         """Like `load`, yielding the number of leading verified rows each time it grows."""
         self._check_open()
         blocks = min(len(hit.keys), first_block + len(out))
-        if first_block < 0 or out.ndim != 2 or out.dtype != np.uint8 or out.shape[1] < self.geometry.payload_bytes:
+        rows = out.ndim == 2 and out.dtype == np.uint8 and out.flags.writeable
+        if first_block < 0 or not rows or out.shape[1] < self.geometry.payload_bytes:
             raise UsageError(
                 f"load: out is {out.dtype} of shape {out.shape} from block {first_block}; "
-                f"give uint8 rows of {self.geometry.slot_bytes} bytes, as buffers(n) lends them"
+                f"give writable uint8 rows of {self.geometry.slot_bytes} bytes, as buffers(n) lends them"
             )
         if blocks <= first_block:
             return iter(())
         found = hit._found
         exact = min(found.exact, blocks)
-        wanted = Wanted(hit.keys.blob, blocks, first_block, found.spans(blocks), hit.identity, exact)
+        chain = Chain(hit._root, hit.keys.blob, hit._ids)
+        wanted = Wanted(chain, blocks, first_block, found.spans(blocks), exact)
         seconds = self.config.read_deadline_s if deadline_s is None else deadline_s
-        return self._stream(wanted, out, seconds)
-
-    def _stream(self, wanted: Wanted, out: Rows, deadline_s: float) -> Iterator[int]:
-        slot = self.geometry.slot_bytes
-        lent = self._pool.owns(out) if out.shape[1] == slot and out.flags.c_contiguous else None
-        if lent is not None:
-            yield from self._loader.stream(wanted, out, lent, deadline_s)
-            return
-        with self._pool.lend(wanted.blocks - wanted.first, slot) as bounce:
-            copied = 0
-            for lead in self._loader.stream(wanted, bounce.rows, bounce, deadline_s):
-                width = min(out.shape[1], slot)
-                out[copied:lead, :width] = bounce.rows[copied:lead, :width]
-                copied = lead
-                yield lead
+        own = out.shape[1] == self.geometry.slot_bytes and out.flags.c_contiguous
+        return self._loader.stream(wanted, out, self._pool.owns(out) if own else None, seconds)
 
     def buffers(self, n: int) -> Lent:
         """Lend `[n, slot_bytes]` uint8 rows (`.rows`), page-aligned and touched; release them when done."""
@@ -247,17 +232,22 @@ class KVStore:
                 f"commit: blocks [{first_block}, {total}) of a prompt of {len(ids) // 4} tokens; "
                 f"it has {len(ids) // TOKEN_BYTES} whole blocks"
             )
-        sources = [_payload_view(blocks[j], self.geometry.payload_bytes, first_block + j) for j in range(count)]
+        sources = _payloads(blocks, self.geometry.payload_bytes, first_block)
         root = ns.root()
         blob = chain_blob(root, ids, total, check_media(media))
         payload_bytes = self.geometry.payload_bytes
 
-        def fill(block: int, row: Row) -> None:
-            row[:payload_bytes] = sources[block - first_block]
+        def fill(block: int, rows: Rows) -> None:
+            wanted = sources[block - first_block : block - first_block + len(rows)]
+            if isinstance(wanted, np.ndarray):
+                rows[:, :payload_bytes] = wanted
+            else:
+                for row, source in zip(rows, wanted, strict=True):
+                    row[:payload_bytes] = source
 
         given_up = self.blocks.space.given_up
         with self.cache.intake() as intake:
-            payload = Payload(fill, functools.partial(_identity, root, blob, ids), functools.partial(intake.copy, blob))
+            payload = Payload(fill, Chain(root, blob, ids), functools.partial(intake.copy, blob))
             done = self.blocks.commit(blob, total, traffic, first=first_block, payload=payload, origin=origin)
             if done.new:
                 intake.publish()
@@ -384,16 +374,17 @@ class _RequestIds:
         return known
 
 
+def _payloads(blocks: Blocks, payload_bytes: int, first_block: int) -> Sequence[Row] | Rows:
+    """A view of each block's payload."""
+    if isinstance(blocks, np.ndarray) and blocks.ndim == 2 and blocks.dtype == np.uint8:
+        for block in blocks[:1]:
+            _payload_view(block, payload_bytes, first_block)
+        return blocks[:, :payload_bytes]
+    return [_payload_view(block, payload_bytes, first_block + j) for j, block in enumerate(blocks)]
+
+
 def _payload_view(block: memoryview | bytes | npt.NDArray[np.uint8], payload_bytes: int, number: int) -> Row:
     view = np.frombuffer(block, np.uint8) if not isinstance(block, np.ndarray) else block.reshape(-1).view(np.uint8)
     if view.nbytes < payload_bytes:
         raise UsageError(f"commit: block {number} has {view.nbytes} bytes; this geometry's blocks have {payload_bytes}")
     return view[:payload_bytes]
-
-
-def _identity(root: bytes, blob: bytes, ids: bytes, block: int) -> BlockIdentity:
-    at = block * KEY_BYTES
-    parent = blob[at - KEY_BYTES : at] if block else root
-    return BlockIdentity(
-        blob[at : at + KEY_BYTES], parent, root, ids[block * TOKEN_BYTES : (block + 1) * TOKEN_BYTES], block
-    )

@@ -55,7 +55,9 @@ def test_the_sweeps_and_their_report(
     assert {row["direct"] for row in rows} == {True, False}
     assert {row["source"] for row in rows} == {"device", "cache", "page cache"}
     assert all((row["amplification"] is not None) == (row["action"] == "commit") for row in rows)
+    assert {row["blocks"] for row in rows if row["action"] == "stream"} == {1, 2}
     text = (disk / "RESULTS.md").read_text()
+    assert "| first blocks ms |" in text
     assert all(f"## {title}" in text for title in found["groups"])
     assert "![plot](RESULTS.svg)" in text
     assert (disk / "RESULTS.svg").read_bytes().startswith(b"<?xml")
@@ -77,6 +79,18 @@ def test_a_store_that_does_less_is_not_measured(disk: Path, monkeypatch: pytest.
     with pytest.raises(StoreError, match="other bytes" if action == "load" else "commits stored"):
         run_case(disk, case, 1)
     assert not list(disk.iterdir())
+
+
+def test_the_first_blocks_of_a_stream_are_timed_and_the_rest_must_come(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("stream", slot_bytes=4096, blocks=600, threads=1)
+    result = run_case(disk, case, 1)
+    assert case.nbytes == 4096
+    assert all(seconds > 0 for seconds in (*result.store_s, *result.limit_s))
+    monkeypatch.setattr(KVStore, "load_iter", lambda *_, **__: iter((1, 599)))
+    with pytest.raises(StoreError, match="gave"):
+        run_case(disk, case, 1)
 
 
 def test_processes_share_a_store(disk: Path) -> None:

@@ -60,7 +60,7 @@ def held(cache: BlockCache, places: Sequence[int], salt: int = 0) -> list[int]:
 
 def fill(cache: BlockCache, places: Sequence[int], salt: int = 0) -> None:
     for place in places:
-        cache.add(key_of(place, salt), place, row_of(place, salt))
+        cache.add(key_of(place, salt), place, row_of(place, salt)[None])
 
 
 def drive(cache: BlockCache, places: Sequence[int]) -> None:
@@ -68,6 +68,30 @@ def drive(cache: BlockCache, places: Sequence[int]) -> None:
     for place in places:
         fill(cache, [place])
         held(cache, [place])
+
+
+@pytest.mark.parametrize("width", [SLOT, SLOT - 100, SLOT + 100])
+def test_copies_go_into_rows_of_any_layout(width: int) -> None:
+    cache = cache_of(8)
+    places = [1, 2, 5, 4]
+    fill(cache, places)
+    whole = np.zeros((4, SLOT + 200), np.uint8)
+    with cache.borrow(blob_of(places), spans_of(places)) as loan:
+        loan.copy(0, whole[:, :width])
+    used = min(width, SLOT)
+    assert (whole[:, :used] == np.stack([row_of(place) for place in places])[:, :used]).all()
+    assert not whole[:, used:].any()
+
+
+def test_neighbours_are_kept_at_once_whatever_rows_they_get() -> None:
+    cache = cache_of(8)
+    drive(cache, [30, 21, 22, 33, 24, 35, 26, 37])
+    drive(cache, range(40, 47))
+    places = list(range(1, 7))
+    cache.add(blob_of(places), 1, np.stack([row_of(place) for place in places]))
+    found = held(cache, places)
+    assert found, "else this tests nothing"
+    assert set(found) <= set(places)
 
 
 # Which blocks stay
@@ -214,11 +238,11 @@ def test_another_key_in_that_place_is_not_lent_nor_another_place_of_that_key() -
     """The key is the block's identity; the place also tells an exact copy from the approximate one it replaced."""
     cache = cache_of(4)
     old, new = place_of(1, 7), place_of(2, 7)
-    cache.add(key_of(5), old, row_of(5))
+    cache.add(key_of(5), old, row_of(5)[None])
     for key, place in ((key_of(6), old), (key_of(5), new)):
         with cache.borrow(key, spans_of([place])) as loan:
             assert loan.held(1) == 0
-    cache.add(key_of(5), new, row_of(6))
+    cache.add(key_of(5), new, row_of(6)[None])
     for place, content in ((old, 5), (new, 6)):
         out = np.zeros((1, SLOT), np.uint8)
         with cache.borrow(key_of(5), spans_of([place])) as loan:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duokv.kvstore.buffers import PAGE, BufferPool, Lent, address, aligned
+from duokv.kvstore import buffers
+from duokv.kvstore.buffers import HUGE_PAGE, PAGE, BufferPool, Lent, address, aligned
 from duokv.kvstore.errors import UsageError
 
 SLOT = 28 * PAGE
@@ -28,6 +29,21 @@ def test_aligned_memory_is_zeroed_writable_and_on_a_page(nbytes: int) -> None:
     assert not any(view)
     view[-1] = 7
     assert view[-1] == 7
+
+
+@pytest.mark.parametrize("nbytes", [HUGE_PAGE, HUGE_PAGE + 1, 5 * HUGE_PAGE - PAGE])
+@pytest.mark.parametrize("advice", [buffers._POPULATE_WRITE, 9999], ids=["this kernel", "an older one"])
+def test_much_memory_begins_on_a_huge_page(nbytes: int, advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_POPULATE_WRITE", advice)
+    view = aligned(nbytes)
+    assert view.nbytes == nbytes
+    assert address(view) % HUGE_PAGE == 0
+    content = np.frombuffer(view, np.uint8)
+    assert not content.any()
+    content[:] = 7
+    del view
+    gc.collect()
+    assert (content == 7).all()
 
 
 def test_aligned_memory_outlives_the_first_view() -> None:

@@ -53,7 +53,7 @@ def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
         swa_expiry_s = "unbounded"
         direct = "require"
         fsync = "always"
-        read_threads = 8
+        read_threads = 6
         read_deadline_s = "500ms"
         buffer_bytes = "1GB"
         cache_bytes = "2GiB"
@@ -77,7 +77,7 @@ def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
         swa_expiry_s=None,
         direct="require",
         fsync="always",
-        read_threads=8,
+        read_threads=6,
         read_deadline_s=0.5,
         buffer_bytes=10**9,
         cache_bytes=2 << 30,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from duokv.kvstore import (
     chain_keys,
     open_store,
 )
+from duokv.kvstore.backend import ReadOp
 from duokv.kvstore.errors import UsageError
 from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Event
 
@@ -116,11 +117,29 @@ def test_a_part_of_a_hit_can_be_loaded(world: World, first: int, rows: int) -> N
             assert (out[: len(expected), : GEOMETRY.payload_bytes] == expected).all()
 
 
+def test_only_rows_that_the_store_lent_are_read_into(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = world.backend.read_many
+    into: list[memoryview] = []
+
+    def noted(ops: Sequence[ReadOp], *, deadline_s: float) -> list[int]:
+        into.extend(view for op in ops for view in op.views)
+        return plain(ops, deadline_s=deadline_s)
+
+    monkeypatch.setattr(world.backend, "read_many", noted)
+    for own in (True, False):
+        with world.store.buffers(8) as lent:
+            out = lent.rows if own else np.zeros((8, 4096), np.uint8)
+            assert world.store.load(world.hit, out) == 8
+            assert {np.may_share_memory(np.frombuffer(view, np.uint8), out) for view in into} == {own}
+        into.clear()
+
+
 def test_rows_that_cannot_hold_a_block_are_refused(world: World) -> None:
     for out in (
         np.zeros((8, GEOMETRY.payload_bytes - 1), np.uint8),
         np.zeros((8, GEOMETRY.payload_bytes), np.int8),
         np.zeros(8 * GEOMETRY.payload_bytes, np.uint8),
+        np.frombuffer(bytes(8 * 4096), np.uint8).reshape(8, 4096),
     ):
         with pytest.raises(UsageError, match=r"^load: [^\n]+ rows of 4096 bytes"):
             world.store.load(world.hit, out)  # type: ignore[arg-type]

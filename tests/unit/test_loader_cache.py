@@ -9,6 +9,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+import xxhash
 from store_kit import GEOMETRY, NS, SLOT, Hands, check_space, config, die, open_test_store, payloads, prompt, record
 
 from duokv.connectors.fs_faulty import Corrupt, Fail, FaultyBackend, Stall
@@ -16,7 +17,6 @@ from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.events import BlockQuarantined, BlocksLoaded
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.record import BlockCodec
 from duokv.kvstore.store import PrefixHit
 
 PATH = (0,) * 8
@@ -76,8 +76,8 @@ class World:
     def take_out(self, keep: int) -> None:
         """Take the prompt's blocks from `keep` on out of the index, as reclaim would."""
         found = self.look()._found
-        for (place, _, _), span in zip(found.held, found.spans(), strict=True):
-            self.store.blocks.take_out(int.from_bytes(place, "big"), max(0, keep - span.block), "capacity")
+        for (hop, _), span in zip(found.held, found.spans(), strict=True):
+            self.store.blocks.take_out(int.from_bytes(hop.place, "big"), max(0, keep - span.block), "capacity")
 
 
 @pytest.fixture
@@ -95,14 +95,14 @@ def test_a_second_load_reads_nothing_and_hashes_nothing(world: World, monkeypatc
     world.commit()
     world.reopen()
     hashed = 0
-    plain = BlockCodec._checksum
+    plain = xxhash.xxh3_128_digest
 
-    def counted(self: BlockCodec, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+    def counted(content: memoryview) -> bytes:
         nonlocal hashed
         hashed += 1
-        return plain(self, row)
+        return plain(content)
 
-    monkeypatch.setattr(BlockCodec, "_checksum", counted)
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", counted)
     before = world.reads
     assert world.load() == payloads(PATH)
     assert (world.reads > before, hashed) == (True, 8)

@@ -6,7 +6,7 @@ import errno
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -17,8 +17,7 @@ from duokv.connectors.fs_faulty import Fail, Fault, FaultyBackend, Shorten, Stal
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.backend import ReadOp
 from duokv.kvstore.buffers import BufferPool, Lent
-from duokv.kvstore.reader import LATE, BlockReader, Copies, Rows, Span, is_unreadable, plan_reads
-from duokv.kvstore.record import Row
+from duokv.kvstore.reader import LATE, BlockReader, Check, Copies, Rows, Span, is_unreadable, plan_reads
 
 SLOT = 4096
 LONG_S = 600.0
@@ -39,25 +38,33 @@ def continues(one: Span, other: Span) -> bool:
     return (one.segment, one.slot + one.count, one.block + one.count) == (other.segment, other.slot, other.block)
 
 
-@given(SPANS, st.integers(1, 8))
-def test_a_plan_reads_each_block_once_in_as_few_reads_as_it_may(spans: list[Span], max_slots: int) -> None:
+@given(SPANS, st.lists(st.integers(1, 8), max_size=4), st.integers(1, 8))
+def test_a_plan_reads_each_block_once_in_as_few_reads_as_it_may(
+    spans: list[Span], ramp: list[int], max_slots: int
+) -> None:
     at = 0
     for i, span in enumerate(spans):
         spans[i] = Span(span.segment, span.slot, at, span.count)
         at += span.count
-    reads = plan_reads(spans, max_slots=max_slots)
+    reads = plan_reads(spans, ramp=ramp, max_slots=max_slots)
     assert placed(reads) == placed(spans)
-    assert all(1 <= read.count <= max_slots for read in reads)
-    assert all(one.count == max_slots for one, other in itertools.pairwise(reads) if continues(one, other))
+    most = ramp + [max_slots] * len(reads)
+    assert all(1 <= read.count <= limit for read, limit in zip(reads, most, strict=False))
+    full = zip(itertools.pairwise(reads), most, strict=False)
+    assert all(one.count == limit for (one, other), limit in full if continues(one, other))
 
 
 def test_neighbours_in_the_file_but_not_in_the_prompt_are_read_apart() -> None:
     apart = (Span(1, 0, 0, 2), Span(1, 2, 4, 2))
-    assert plan_reads(apart, max_slots=9) == apart
-    assert plan_reads((Span(1, 0, 0, 2), Span(1, 2, 2, 2)), max_slots=9) == (Span(1, 0, 0, 4),)
+    assert plan_reads(apart, ramp=(), max_slots=9) == apart
+    assert plan_reads((Span(1, 0, 0, 2), Span(1, 2, 2, 2)), ramp=(), max_slots=9) == (Span(1, 0, 0, 4),)
 
 
 # Reads
+
+
+def all_right(_: int, rows: Rows) -> list[str | None]:
+    return [None] * len(rows)
 
 
 class TwoAtOnce(FaultyBackend):
@@ -89,20 +96,20 @@ class World:
             thread.join()
 
     def fetch(
-        self, lent: Lent, reads: Sequence[Span], *, deadline_s: float = LONG_S, name: str = "seg/a"
+        self, rows: Lent | Rows, reads: Sequence[Span], *, deadline_s: float = LONG_S, name: str = "seg/a"
     ) -> list[tuple[int, str | None]]:
         """Read and check that row i holds the slot that the plan says."""
         slots = {block: slot for _, slot, block in placed(reads)}
 
-        def check(block: int, row: Row) -> str | None:
-            return None if (row == slots[block] + 1).all() else "another block"
+        def check(first: int, rows: Rows) -> list[str | None]:
+            return [None if (row == slots[first + i] + 1).all() else "another block" for i, row in enumerate(rows)]
 
-        return list(self.stream(lent, reads, check, deadline_s, name))
+        return list(self.stream(rows, reads, check, deadline_s, name))
 
     def stream(
-        self, lent: Lent, reads: Sequence[Span], check: Callable[[int, Row], str | None], deadline_s: float, name: str
+        self, into: Lent | Rows, reads: Sequence[Span], check: Check, deadline_s: float, name: str
     ) -> Iterator[tuple[int, str | None]]:
-        rows: Rows = lent.rows
+        rows, lent = (into.rows, into) if isinstance(into, Lent) else (into, None)
         until = self.reader.after(deadline_s)
         return self.reader.fetch(reads, rows, name_of=lambda _: name, check=check, lent=lent, until=until)
 
@@ -129,12 +136,12 @@ def test_every_read_lands_in_its_rows(world: World) -> None:
 def test_the_lead_waits_for_the_first_read_whatever_ends_first(world: World) -> None:
     second_checked = threading.Event()
 
-    def check(block: int, _: Row) -> str | None:
-        if block == 0:
+    def check(first: int, rows: Rows) -> list[str | None]:
+        if first == 0:
             second_checked.wait()
-        elif block == 3:
+        else:
             second_checked.set()
-        return None
+        return all_right(first, rows)
 
     with world.pool.lend(4, SLOT) as lent:
         told = list(world.stream(lent, TWO, check, LONG_S, "seg/a"))
@@ -164,7 +171,7 @@ def test_a_failed_read_ends_the_lead_and_says_why(world: World, fault: Fault, re
 
 def test_a_row_that_does_not_verify_ends_the_lead(world: World) -> None:
     with world.pool.lend(4, SLOT) as lent:
-        told = list(world.stream(lent, (Span(1, 0, 0, 4),), lambda block, _: "bad" if block == 2 else None, 9, "seg/a"))
+        told = list(world.stream(lent, (Span(1, 0, 0, 4),), lambda *_: [None, None, "bad", None], 9, "seg/a"))
     assert told == [(2, None), (2, "bad")]
 
 
@@ -236,9 +243,7 @@ def test_disjoint_rows_of_one_buffer_do_not_wait_for_each_other(world: World) ->
             rows, until = lent.rows[row : row + 1], world.reader.after(SHORT_S if row == 0 else LONG_S)
             reads = (Span(1, slot, 0, 1),)
             assert [told] == list(
-                world.reader.fetch(
-                    reads, rows, name_of=lambda _: "seg/a", check=lambda *_: None, lent=lent, until=until
-                )
+                world.reader.fetch(reads, rows, name_of=lambda _: "seg/a", check=all_right, lent=lent, until=until)
             )
         world.gate.set()
 
@@ -246,7 +251,9 @@ def test_disjoint_rows_of_one_buffer_do_not_wait_for_each_other(world: World) ->
 def test_reads_that_were_not_begun_when_the_caller_left_are_not_made(world: World) -> None:
     world.backend.inject(Stall(kind="read", until=world.gate, lasting=True))
     with world.pool.lend(8, SLOT) as lent:
-        assert world.fetch(lent, plan_reads((Span(1, 0, 0, 8),), max_slots=1), deadline_s=SHORT_S) == [(0, LATE)]
+        assert world.fetch(lent, plan_reads((Span(1, 0, 0, 8),), ramp=(), max_slots=1), deadline_s=SHORT_S) == [
+            (0, LATE)
+        ]
         world.gate.set()
         world.backend.heal()
         assert world.fetch(lent, (Span(1, 0, 0, 1),)) == [(1, None)]
@@ -269,6 +276,53 @@ def test_closing_ends_the_threads(world: World) -> None:
     assert set(threading.enumerate()) <= before
 
 
+# Rows of others
+
+
+@pytest.mark.parametrize("width", [SLOT, SLOT - 1000, SLOT + 5])
+def test_rows_of_others_get_what_fits(world: World, width: int) -> None:
+    whole = np.full((4, SLOT + 50), 0xEE, np.uint8)
+    told = world.fetch(whole[:, :width], TWO)
+    assert told[-1] == (4, None)
+    copied = min(width, SLOT)
+    assert (whole[:, :copied] == np.array([5, 6, 1, 2], np.uint8)[:, None]).all()
+    assert (whole[:, copied:] == 0xEE).all()
+
+
+def test_only_blocks_that_verify_reach_rows_of_others(world: World) -> None:
+    rows = np.full((4, SLOT), 0xEE, np.uint8)
+
+    def check(first: int, found: Rows) -> list[str | None]:
+        return ["checksum" if first + i == 1 else None for i in range(len(found))]
+
+    told = list(world.stream(rows, (Span(1, 0, 0, 4),), check, LONG_S, "seg/a"))
+    assert told[-1] == (1, "checksum")
+    assert [int(row[0]) for row in rows] == [1, 0xEE, 0xEE, 0xEE]
+
+
+def test_a_late_read_never_writes_into_rows_of_others(world: World) -> None:
+    world.backend.inject(Stall(kind="read", until=world.gate, lasting=True))
+    rows = np.full((4, SLOT), 0xEE, np.uint8)
+    assert world.fetch(rows, TWO, deadline_s=SHORT_S) == [(0, LATE)]
+    world.close()
+    assert (rows == 0xEE).all()
+
+
+def test_blocks_verified_after_the_caller_left_are_not_copied(world: World) -> None:
+    checking = threading.Event()
+    rows = np.full((4, SLOT), 0xEE, np.uint8)
+
+    def check(first: int, found: Rows) -> list[str | None]:
+        checking.set()
+        world.gate.wait(LONG_S)
+        return all_right(first, found)
+
+    assert list(world.stream(rows, TWO, check, SHORT_S, "seg/a")) == [(0, LATE)]
+    assert checking.wait(LONG_S), "else this tests nothing"
+    world.close()
+    assert (rows == 0xEE).all()
+
+
 # Copies from memory
 
 
@@ -278,7 +332,7 @@ def copied(
     """Fetch from memory and from the file; whatever was read is right."""
     until = world.reader.after(deadline_s)
     return world.reader.fetch(
-        reads, lent.rows, name_of=lambda _: "seg/a", check=lambda *_: None, lent=lent, until=until, copies=copies
+        reads, lent.rows, name_of=lambda _: "seg/a", check=all_right, lent=lent, until=until, copies=copies
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.record import BlockCodec, BlockIdentity, Row, Trailer
+from duokv.kvstore.record import BlockCodec, BlockIdentity, Chain, Row, Trailer
 
 GEOMETRY = CacheGeometry.opaque("t", payload_bytes=3000)
 CODEC = BlockCodec(GEOMETRY)
@@ -29,6 +31,15 @@ def sealed(identity: BlockIdentity = BLOCK, origin: Origin = Origin.APPROX, geom
     return row
 
 
+def mismatch(row: Row, asked: BlockIdentity) -> str | None:
+    """Why `row`, between others, is not that block. Its chain has the right keys and ids at its position."""
+    at = asked.chain_pos
+    blob = b"o" * 32 * (at - 1) + asked.parent + asked.key + b"o" * 32
+    ids = bytes(512) * at + asked.ids + bytes(512)
+    chain = Chain(asked.namespace, blob, ids)
+    return CODEC.mismatches(row[None], CODEC.frames(chain, at, 1))[0]
+
+
 def test_the_trailer_lies_where_the_format_says() -> None:
     raw = sealed().tobytes()
     assert raw[:3000] == PAYLOAD.tobytes()
@@ -42,7 +53,7 @@ def test_the_trailer_lies_where_the_format_says() -> None:
 
 def test_what_was_sealed_verifies_and_tells_what_it_is() -> None:
     row = sealed()
-    assert CODEC.mismatch(row, BLOCK) is None
+    assert mismatch(row, BLOCK) is None
     told = CODEC.decode(row)
     assert told == Trailer(replace(BLOCK, namespace=BLOCK.namespace[:24]), Origin.APPROX, 3, 1_790_000_000)
     assert CODEC.claims(row[AT:].tobytes(), BLOCK.key[:16])
@@ -54,7 +65,7 @@ def test_what_was_sealed_verifies_and_tells_what_it_is() -> None:
 def test_no_flipped_bit_goes_unseen(bit: int) -> None:
     row = sealed()
     row[bit // 8] ^= 1 << bit % 8
-    assert CODEC.mismatch(row, BLOCK) is not None
+    assert mismatch(row, BLOCK) is not None
     assert isinstance(CODEC.decode(row), str)
 
 
@@ -71,8 +82,8 @@ def test_no_flipped_bit_goes_unseen(bit: int) -> None:
     ids=["key", "key with the same prefix", "parent", "namespace", "tokens", "position"],
 )
 def test_a_whole_slot_of_another_block_is_refused(asked: BlockIdentity) -> None:
-    assert CODEC.mismatch(sealed(), asked) == "another block"
-    assert CODEC.mismatch(sealed(asked), asked) is None
+    assert mismatch(sealed(), asked) == "another block"
+    assert mismatch(sealed(asked), asked) is None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +92,7 @@ def test_a_whole_slot_of_another_block_is_refused(asked: BlockIdentity) -> None:
     ids=["same size, other name", "same slot, other payload"],
 )
 def test_a_slot_of_another_geometry_is_refused(geometry: CacheGeometry) -> None:
-    assert CODEC.mismatch(sealed(geometry=geometry), BLOCK) == "another geometry"
+    assert mismatch(sealed(geometry=geometry), BLOCK) == "another geometry"
     assert CODEC.decode(sealed(geometry=geometry)) == "another geometry"
 
 
@@ -90,14 +101,14 @@ def test_the_reason_tells_a_hole_from_damage() -> None:
         (np.zeros(4096, np.uint8), "no trailer"),
         (np.full(4096, 0x55, np.uint8), "not a slot of this format"),
     ):
-        assert CODEC.mismatch(row, BLOCK) == reason
+        assert mismatch(row, BLOCK) == reason
         assert CODEC.decode(row) == reason
     newer = sealed()
     newer[AT + 4] = 1
-    assert CODEC.mismatch(newer, BLOCK) == "not a slot of this format"
+    assert mismatch(newer, BLOCK) == "not a slot of this format"
     torn = sealed()
     torn[:512] = 0
-    assert CODEC.mismatch(torn, BLOCK) == "checksum"
+    assert mismatch(torn, BLOCK) == "checksum"
 
 
 def test_the_old_content_of_a_row_leaves_no_trace() -> None:
@@ -105,3 +116,50 @@ def test_the_old_content_of_a_row_leaves_no_trace() -> None:
     other[:3000] = PAYLOAD
     CODEC.seal(other, BLOCK, Origin.APPROX, 3, 1_790_000_000)
     assert (one == other).all()
+
+
+IDS = np.arange(5 * 128, dtype="<u4").tobytes()
+KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(5)]
+CHAIN = Chain(b"r" * 32, b"".join(KEYS), IDS)
+
+
+def identity(block: int) -> BlockIdentity:
+    parent = KEYS[block - 1] if block else CHAIN.root
+    return BlockIdentity(KEYS[block], parent, CHAIN.root, IDS[512 * block : 512 * (block + 1)], block)
+
+
+def together(first: int, count: int) -> npt.NDArray[np.uint8]:
+    """Blocks of the chain, sealed as a commit does it."""
+    rows = np.full((count, 4096), 0xEE, np.uint8)
+    CODEC.frame(rows, CODEC.frames(CHAIN, first, count), Origin.APPROX, 0xABCD, (1 << 32) + 5)
+    for row in rows:
+        row[:3000] = PAYLOAD
+        CODEC.close(row)
+    return rows
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (0, 1), (2, 3), (4, 1)])
+def test_slots_that_are_sealed_together_are_as_those_sealed_one_by_one(first: int, count: int) -> None:
+    rows = together(first, count)
+    for i, row in enumerate(rows):
+        one = np.full(4096, 0x77, np.uint8)
+        one[:3000] = PAYLOAD
+        CODEC.seal(one, identity(first + i), Origin.APPROX, 0xABCD, 5)
+        assert (row == one).all()
+    assert CODEC.mismatches(rows, CODEC.frames(CHAIN, first, count)) == [None] * count
+
+
+@given(st.integers(0, 4), st.integers(0, 8 * 4096 - 1))
+def test_no_flipped_bit_of_one_among_many_goes_unseen(row: int, bit: int) -> None:
+    rows = together(0, 5)
+    rows[row, bit // 8] ^= 1 << bit % 8
+    found = CODEC.mismatches(rows, CODEC.frames(CHAIN, 0, 5))
+    assert [i for i, reason in enumerate(found) if reason is not None] == [row]
+
+
+def test_blocks_in_each_others_slots_are_refused_and_only_those() -> None:
+    rows = together(0, 5)
+    rows[[1, 3]] = rows[[3, 1]]
+    rows[4] = 0
+    frames = CODEC.frames(CHAIN, 0, 5)
+    assert CODEC.mismatches(rows, frames) == [None, "another block", None, "another block", "no trailer"]

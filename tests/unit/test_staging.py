@@ -11,9 +11,10 @@ import pytest
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.segment import SegmentWriter
-from duokv.kvstore.staging import STAGING_BLOCKS, Chunk, SlotsNotWritten, chunks_of, write_chunks
+from duokv.kvstore.staging import WRITE_BYTES, Chunk, Piece, SlotsNotWritten, plan_chunks, write_chunks
 
-SLOT = 4096
+MOST = 32
+SLOT = WRITE_BYTES // MOST
 WRITER = cast("SegmentWriter", None)
 
 
@@ -43,28 +44,45 @@ def run(disk: Disk, chunks: list[Chunk], write: Callable[[Chunk, Rows], None] | 
     return pool
 
 
-def test_allocations_are_cut_into_chunks() -> None:
-    chunks = chunks_of(WRITER, 10, 3, 2 * STAGING_BLOCKS + 1)
-    assert [(chunk.slot, chunk.block, chunk.count, chunk.last) for chunk in chunks] == [
-        (10, 3, STAGING_BLOCKS, False),
-        (10 + STAGING_BLOCKS, 3 + STAGING_BLOCKS, STAGING_BLOCKS, False),
-        (10 + 2 * STAGING_BLOCKS, 3 + 2 * STAGING_BLOCKS, 1, True),
+def cut(*pieces: tuple[int, int, int], slot_bytes: int = SLOT) -> list[Chunk]:
+    """Chunks of (slot, block, count)."""
+    return plan_chunks([Piece(WRITER, *piece) for piece in pieces], slot_bytes=slot_bytes)
+
+
+def placed(chunks: list[Chunk]) -> list[tuple[int, int, int, bool]]:
+    return [(chunk.slot, chunk.block, chunk.count, chunk.last) for chunk in chunks]
+
+
+def test_pieces_are_cut_into_chunks_and_the_first_of_many_is_small() -> None:
+    assert placed(cut((10, 3, 2 * MOST), (0, 3 + 2 * MOST, 5))) == [
+        (10, 3, MOST // 4, False),
+        (10 + MOST // 4, 3 + MOST // 4, MOST, False),
+        (10 + MOST // 4 + MOST, 3 + MOST // 4 + MOST, MOST - MOST // 4, True),
+        (0, 3 + 2 * MOST, 5, True),
     ]
-    assert [chunk.last for chunk in chunks_of(WRITER, 0, 0, STAGING_BLOCKS)] == [True]
+    assert placed(cut((0, 0, MOST))) == [(0, 0, MOST, True)]
+    assert placed(cut((5, 0, 2), (0, 2, MOST - 2))) == [(5, 0, 2, True), (0, 2, MOST - 2, True)]
+    assert cut() == []
+
+
+@pytest.mark.parametrize(("slot_bytes", "most"), [(SLOT, MOST), (SLOT + 1, MOST - 1), (2 * WRITE_BYTES, 1)])
+def test_a_chunk_is_of_whole_slots_and_at_least_one(slot_bytes: int, most: int) -> None:
+    chunks = cut((0, 0, 200), slot_bytes=slot_bytes)
+    assert {chunk.count for chunk in chunks[1:-1]} == {most}
+    assert [at for chunk in chunks for at in range(chunk.slot, chunk.slot + chunk.count)] == list(range(200))
 
 
 def test_many_slots_are_written_whole_and_in_order_by_another_thread() -> None:
     disk = Disk()
-    chunks = [*chunks_of(WRITER, 0, 0, 100), *chunks_of(WRITER, 500, 100, 7)]
-    run(disk, chunks)
-    assert [slot for slot, _ in disk.written] == [0, 32, 64, 96, 500]
+    run(disk, cut((0, 0, 100), (500, 100, 7)))
+    assert [slot for slot, _ in disk.written] == [0, 8, 40, 72, 500]
     assert [block for _, blocks in disk.written for block in blocks] == list(range(107))
     assert disk.threads == {"duokv-write"}
 
 
 def test_a_few_slots_are_written_by_the_caller() -> None:
     disk = Disk()
-    run(disk, [*chunks_of(WRITER, 0, 0, 20), *chunks_of(WRITER, 50, 20, 12)])
+    run(disk, cut((0, 0, 20), (50, 20, 12)))
     assert disk.threads == {threading.current_thread().name}
     assert [block for _, blocks in disk.written for block in blocks] == list(range(32))
 
@@ -75,30 +93,30 @@ def test_the_next_rows_are_filled_while_the_last_are_written() -> None:
 
     def fill(chunk: Chunk, rows: Rows) -> None:
         disk.fill(chunk, rows)
-        if chunk.slot == 32:
+        if chunk.slot == 8:
             filled.set()
 
     def write(chunk: Chunk, rows: Rows) -> None:
         assert filled.wait(60)
         disk.write(chunk, rows)
 
-    write_chunks(chunks_of(WRITER, 0, 0, 96), BufferPool(1 << 24), SLOT, fill=fill, write=write)
+    write_chunks(cut((0, 0, 96)), BufferPool(1 << 24), SLOT, fill=fill, write=write)
     assert [block for _, blocks in disk.written for block in blocks] == list(range(96))
 
 
-@pytest.mark.parametrize("blocks", [32, 128])
-def test_a_write_that_fails_ends_it(blocks: int) -> None:
+@pytest.mark.parametrize(("blocks", "failing"), [(32, [0]), (128, [0, 8])])
+def test_a_write_that_fails_ends_it(blocks: int, failing: list[int]) -> None:
     disk = Disk()
 
     def write(chunk: Chunk, rows: Rows) -> None:
         disk.write(chunk, rows)
-        if chunk.slot + chunk.count == min(blocks, 64):
+        if chunk.slot == failing[-1]:
             raise OSError(28, "no space")
 
     with pytest.raises(SlotsNotWritten, match="no space") as caught:
-        run(disk, chunks_of(WRITER, 0, 0, blocks), write)
-    assert caught.value.chunk.slot + caught.value.chunk.count == min(blocks, 64)
-    assert len(disk.written) == min(blocks, 64) // 32
+        run(disk, cut((0, 0, blocks)), write)
+    assert caught.value.chunk.slot == failing[-1]
+    assert [slot for slot, _ in disk.written] == failing
 
 
 def test_a_source_that_raises_leaves_no_write_under_way() -> None:
@@ -106,7 +124,7 @@ def test_a_source_that_raises_leaves_no_write_under_way() -> None:
     waiting, going_on = threading.Event(), threading.Event()
 
     def fill(chunk: Chunk, rows: Rows) -> None:
-        if chunk.slot == 32:
+        if chunk.slot == 8:
             assert waiting.wait(60)
             going_on.set()
             raise ValueError("a source of another size")
@@ -118,7 +136,7 @@ def test_a_source_that_raises_leaves_no_write_under_way() -> None:
         disk.write(chunk, rows)
 
     with pytest.raises(ValueError, match="another size"):
-        write_chunks(chunks_of(WRITER, 0, 0, 96), BufferPool(1 << 24), SLOT, fill=fill, write=write)
+        write_chunks(cut((0, 0, 96)), BufferPool(1 << 24), SLOT, fill=fill, write=write)
     assert [slot for slot, _ in disk.written] == [0]
 
 
@@ -127,4 +145,4 @@ def test_another_error_of_a_write_is_its_own() -> None:
         raise KeyError(chunk.slot)
 
     with pytest.raises(KeyError):
-        run(Disk(), chunks_of(WRITER, 0, 0, 64), write)
+        run(Disk(), cut((0, 0, 64)), write)
