@@ -16,25 +16,13 @@ from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Degraded, Event
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.index import Index
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.reader import (
-    LATE,
-    MAX_READ_BYTES,
-    MAX_STAGE_BYTES,
-    BlockReader,
-    Copies,
-    Rows,
-    Span,
-    is_unreadable,
-    plan_reads,
-)
+from duokv.kvstore.reader import LATE, MAX_READ_BYTES, BlockReader, Copies, Rows, Span, is_unreadable, plan_reads
 from duokv.kvstore.record import BlockCodec, Chain
 
 _FIRST_READ_BYTES = 256 << 10
 """Bytes of a load's first read, so that who streams it can begin."""
 _EARLY_READ_BYTES = 512 << 10
 """Bytes of the reads that go out with it."""
-_LEAST_READ_BYTES = 1 << 20
-"""Bytes below which a read is not cut so that each thread has two: what a read costs is then more than it gains."""
 MAX_COPY_BYTES = 4 << 20
 """Bytes of one copy from memory: enough that what it costs beside them (10 us) is little, and so few that no thread
 waits long for the last one, nor is a load late by more than one takes."""
@@ -69,7 +57,7 @@ class BlockLoader:
         self._cache = cache
         self._codec = codec
         self._emit = emit
-        self._least_slots = max(1, _LEAST_READ_BYTES // codec.slot_bytes)
+        self._max_slots = max(1, MAX_READ_BYTES // codec.slot_bytes)
         first, early = (max(1, nbytes // codec.slot_bytes) for nbytes in (_FIRST_READ_BYTES, _EARLY_READ_BYTES))
         self._ramp = (first, *[early] * (reader.threads - 1))
         self._max_copied = max(1, MAX_COPY_BYTES // codec.slot_bytes)
@@ -110,12 +98,9 @@ class BlockLoader:
         rest = _from(spans, base)
         with self._cache.borrow(wanted.chain.blob[base * KEY_BYTES :], rest) as loan:
             missing = loan.missing(rest)
-            most = self._slots_per_read(
-                sum(span.count for span in missing), MAX_READ_BYTES if lent else MAX_STAGE_BYTES
-            )
             # Of a small load there is little on the way at once, and small reads would cost it more than they gain.
-            ramp = self._ramp if most > self._least_slots else self._ramp[:1]
-            reads = plan_reads(missing, ramp=ramp, max_slots=most)
+            large = sum(span.count for span in missing) > self._reader.threads * self._max_slots
+            reads = plan_reads(missing, ramp=self._ramp if large else self._ramp[:1], max_slots=self._max_slots)
             names = self._names(reads) if reads else {}
             # A segment the index no longer knows ends the lead there.
             known = tuple(itertools.takewhile(lambda span: span.segment in names, reads))
@@ -142,12 +127,7 @@ class BlockLoader:
 
     def _rows_per_copy(self, rows: int) -> int:
         """As many as make a copy worth it, fewer if threads would be left without one."""
-        return min(self._max_copied, max(self._least_slots, -(-rows // self._reader.threads)))
-
-    def _slots_per_read(self, slots: int, max_bytes: int) -> int:
-        """As many as make a read fast, fewer if each thread has two: one is verified while the other is read."""
-        most = max(1, max_bytes // self._codec.slot_bytes)
-        return min(most, max(self._least_slots, -(-slots // (2 * self._reader.threads))))
+        return min(self._max_copied, max(self._max_slots, -(-rows // self._reader.threads)))
 
     def _names(self, reads: Sequence[Span]) -> dict[int, str]:
         """The files of those segments of a plan that the index knows."""

@@ -25,10 +25,10 @@ from duokv.kvstore.buffers import BufferPool, Lent
 
 Rows = npt.NDArray[np.uint8]
 """`[n, slot_bytes]` uint8."""
-MAX_READ_BYTES = 4 << 20
-"""Bytes of one read into lent rows: larger ones gain nothing on a local disk."""
-MAX_STAGE_BYTES = 2 << 20
-"""Bytes of one read for rows of others: what the processor's cache keeps until it is verified and copied out."""
+MAX_READ_BYTES = 1 << 20
+"""Bytes of one read: larger ones gain nothing on a local disk, and of the last ones little is left to verify."""
+_CHECKERS = 2
+"""Threads that verify at a time: more of them contend for the interpreter's lock, and are slower together."""
 LATE = "deadline"
 Check = Callable[[int, Rows], list[str | None]]
 """`check(i, rows)`: per row, why it is not block i, i + 1, ... of the plan, or None where it is. On any thread."""
@@ -176,6 +176,23 @@ class _Job:
             self._copied.wait_for(lambda: self._copying == 0)
 
 
+class _Read:
+    """A read that ended: what it got, and the stage it holds if its rows are not the store's."""
+
+    __slots__ = ("got", "job", "rows", "span", "stage")
+
+    def __init__(self, job: _Job, span: Span, stage: Lent | None, got: int, rows: Rows | None = None) -> None:
+        self.job = job
+        self.span = span
+        self.stage = stage
+        self.got = got
+        self.rows = job.rows if rows is None else rows
+
+    def release(self) -> None:
+        if self.stage is not None:
+            self.stage.release()
+
+
 class BlockReader:
     """A few daemon threads that read and verify. Thread-safe."""
 
@@ -185,11 +202,13 @@ class BlockReader:
         self._backend = backend
         self._slot_bytes = slot_bytes
         self._monotonic = monotonic
-        self._stage_slots = max(1, MAX_STAGE_BYTES // slot_bytes)
-        self._stages = BufferPool(self.threads * max(MAX_STAGE_BYTES, 2 * slot_bytes))
+        self._stage_slots = max(1, MAX_READ_BYTES // slot_bytes)
+        self._stages = BufferPool(self.threads * max(MAX_READ_BYTES, 2 * slot_bytes))
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._unchecked: deque[_Read] = deque()
+        self._checking = 0
         self._abandoned: list[_Job] = []
         """Jobs nobody waits for any more whose reads may still write into their rows."""
 
@@ -295,32 +314,67 @@ class BlockReader:
 
     def _serve(self, job: _Job, span: Span, name: str, until: float) -> None:
         try:
-            reasons = [LATE] * span.count if job.cancelled else self._read(job, span, name, until)
+            read = _Read(job, span, None, -errno.ETIMEDOUT) if job.cancelled else self._read(job, span, name, until)
         except Exception as error:  # noqa: BLE001  a backend's fault is that read's miss, never the thread's end
-            reasons = [f"{_RAISED} {error!r}"] * span.count
+            self._end(job, span, [f"{_RAISED} {error!r}"] * span.count)
+            return
+        if read.got < 0:
+            read.release()
+            reason = LATE if read.got == -errno.ETIMEDOUT else errno.errorcode.get(-read.got, "EIO")
+            self._end(job, span, [reason] * span.count)
+            return
+        with self._lock:
+            self._unchecked.append(read)
+            if self._checking >= _CHECKERS and len(self._unchecked) < self.threads:
+                return
+            self._checking += 1
+        self._check_all()
+
+    def _check_all(self) -> None:
+        """Verify what has been read, whoever read it, until nothing is left."""
+        while True:
+            with self._lock:
+                if not self._unchecked:
+                    self._checking -= 1
+                    return
+                read = self._unchecked.popleft()
+            try:
+                reasons = self._check(read)
+            except Exception as error:  # noqa: BLE001  see above
+                reasons = [f"{_RAISED} {error!r}"] * read.span.count
+            read.release()
+            self._end(read.job, read.span, reasons)
+
+    def _check(self, read: _Read) -> list[str | None]:
+        job, span = read.job, read.span
+        if job.cancelled:
+            return [LATE] * span.count
+        whole = min(read.got // self._slot_bytes, span.count)
+        rows = read.rows[:whole]
+        reasons = (job.check(span.block, rows) if whole else []) + ["short read"] * (span.count - whole)
+        if not job.direct:
+            good = next((i for i, reason in enumerate(reasons) if reason is not None), span.count)
+            if not job.copy_out(span.block, rows[:good]):
+                return [LATE] * span.count
+        return reasons
+
+    def _end(self, job: _Job, span: Span, reasons: list[str | None]) -> None:
         # In this order: who has seen all of a job's reads may use its memory at once.
         job.finished_one()
-        job.done.put((span.block, list(reasons)))
+        job.done.put((span.block, reasons))
 
-    def _read(self, job: _Job, span: Span, name: str, until: float) -> list[str | None]:
+    def _read(self, job: _Job, span: Span, name: str, until: float) -> _Read:
         if job.direct:
-            rows = job.rows[span.block : span.block + span.count]
-            return self._read_into(rows, job, span, name, until)
-        # All of one size, so that each fits every read.
-        with self._stages.lend(max(span.count, self._stage_slots), self._slot_bytes) as stage:
+            stage, rows = None, job.rows[span.block : span.block + span.count]
+        else:
+            # All of one size, so that each fits every read.
+            stage = self._stages.lend(max(span.count, self._stage_slots), self._slot_bytes)
             rows = stage.rows[: span.count]
-            reasons = self._read_into(rows, job, span, name, until)
-            whole = next((i for i, reason in enumerate(reasons) if reason is not None), span.count)
-            if not job.copy_out(span.block, rows[:whole]):
-                return [LATE] * span.count
-            return reasons
-
-    def _read_into(self, rows: Rows, job: _Job, span: Span, name: str, until: float) -> list[str | None]:
         op = ReadOp(name, span.slot * self._slot_bytes, (rows.reshape(-1).data,))
-        got = self._backend.read_many([op], deadline_s=max(0.0, until - self._monotonic()))[0]
-        if got < 0:
-            reason = LATE if got == -errno.ETIMEDOUT else errno.errorcode.get(-got, "EIO")
-            return [reason] * span.count
-        whole = min(got // self._slot_bytes, span.count)
-        checked = job.check(span.block, rows[:whole]) if whole else []
-        return checked + ["short read"] * (span.count - whole)
+        try:
+            got = self._backend.read_many([op], deadline_s=max(0.0, until - self._monotonic()))[0]
+        except BaseException:
+            if stage is not None:
+                stage.release()
+            raise
+        return _Read(job, span, stage, got, rows)
