@@ -1,6 +1,6 @@
 """How near the store comes to what the machine can do: loads and commits of real bytes against limits of the same run.
 
-python -m duokv.bench.io                  # sweeps, in minutes; --write FILE makes a report in Markdown of it
+python -m duokv.bench.io                  # sweeps, in minutes
 python -m duokv.bench.io --quick --json   # the main figures, in under a minute
 """
 
@@ -18,7 +18,7 @@ from duokv.bench import lookup
 from duokv.bench.command_line import OneLineParser, number, numbers, progress_bar, terminal
 from duokv.bench.io_case import V41_SLOT, Case, Result, run_case
 from duokv.bench.io_limits import PAGE, check_disk
-from duokv.bench.io_report import IoReport, Machine, Quick, tables, write_report
+from duokv.bench.io_report import IoReport, Machine, Quick, tables
 from duokv.kvstore.errors import DuoKVError
 
 SLOTS = (V41_SLOT, 16_384, 524_288, 2_097_152)
@@ -79,11 +79,9 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 0, or 2 for what cannot be done."""
-    given = _arguments(argv)
+    given = arguments(argv)
     try:
-        report = _measure(given)
-        if given.write is not None:
-            write_report(given.write, report)
+        report = measured(given, shown=not given.json and sys.stderr.isatty())
     except (DuoKVError, OSError) as error:
         print(f"io: {error}", file=sys.stderr)
         return 2
@@ -96,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(given: argparse.Namespace) -> IoReport:
+def measured(given: argparse.Namespace, *, shown: bool) -> IoReport:
+    """Measure what arguments ask for. StoreError if the store falls short, OSError for a folder that is no use."""
     case = Case("load", slot_bytes=given.slots[0], blocks=max(given.batches), threads=max(given.threads))
     groups: Mapping[str, list[Case]] = {} if given.quick else sweep(
         case, slots=given.slots, batches=given.batches, threads=given.threads, indexes=given.index,
@@ -108,7 +107,7 @@ def _measure(given: argparse.Namespace) -> IoReport:
     machine = Machine.here(folder)
     with (
         tempfile.TemporaryDirectory(prefix="duokv-io-", dir=folder) as name,
-        progress_bar("measured", len(cases) + 1, shown=not given.json and sys.stderr.isatty()) as done,
+        progress_bar("measured", len(cases) + 1, shown=shown) as done,
     ):
         quick, found = measure(
             Path(name), case, groups, pairs=given.pairs, index_blocks=max(1, *given.index), done=done
@@ -116,11 +115,11 @@ def _measure(given: argparse.Namespace) -> IoReport:
     return IoReport(machine.ended(), given.pairs, quick, found)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line."""
     parser = OneLineParser(prog="python -m duokv.bench.io", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the main figures only")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write a report in Markdown, and its plot beside it")
     parser.add_argument(
         "--folder",
         type=Path,
@@ -144,10 +143,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             metavar="N,N",
             help=f"{unit} ({shown})",
         )
-    given = parser.parse_args(argv)
-    if given.quick and given.write is not None:
-        parser.error("--write makes a report of the sweeps; leave --quick out")
-    return given
+    return parser.parse_args(argv)
 
 
 def _main_cases(main: Case) -> tuple[Case, Case, Case]:

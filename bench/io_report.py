@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -16,7 +14,8 @@ from rich.table import Table
 from duokv.bench.io_case import Case, Result
 from duokv.bench.io_limits import file_system
 from duokv.bench.lookup import LookupCost
-from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios, terminal_table, write_with_plot
+from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios, terminal_table
+from duokv.bench.samples import Sample, beside
 
 _QUICK_HEADINGS = ("figure", "found", "low", "high", "aim", "")
 HEADINGS = ("", "store MB/s", "limit MB/s", "of limit", "low", "high")
@@ -129,12 +128,33 @@ def tables(report: IoReport) -> list[Table]:
     ]
 
 
-def write_report(path: Path, report: IoReport) -> None:
-    """Write the figures to `path` in Markdown and their plot beside it, as the same name with .svg.
+def sections(report: IoReport, plot: str) -> list[str]:
+    """The figures in Markdown; `plot` is the name of the plot's file."""
+    parts = [
+        f"{report.pairs} pairs a row. `of limit` is the store's rate as a share of the limit's, which is measured "
+        "before and after it in the same folder with the same bytes and threads: the median of the pairs, `low` and "
+        "`high` their ends. Loads verify every block, commits return when power loss cannot undo them; the limits do "
+        "neither. Cold loads go past the page cache, or drop it first where they are called buffered.",
+        "### Main figures",
+        f"{_about(report.quick)}.",
+        markdown_table(_QUICK_HEADINGS, _quick_rows(report.quick)),
+        f"![store and limits]({plot})",
+    ]
+    for title, group in report.groups.items():
+        parts.append(f"### {title}")
+        parts.append(f"{_limit(group)}.")
+        parts.append(markdown_table(_headings(group), [_row(one) for one in group]))
+    return parts
 
-    UsageError if matplotlib is missing or the folder cannot be written.
-    """
-    write_with_plot(path, partial(_plot, report=report), partial(_markdown, report))
+
+def samples(report: IoReport) -> Iterator[Sample]:
+    """The figures for programs."""
+    for title, group in report.groups.items():
+        for one in group:
+            for turn, (found, limit) in enumerate(beside(one.store_s, one.limit_s)):
+                yield Sample("io", title, _case(one.case), "s", turn, found, limit)
+    for name, value in report.quick.as_json().items():
+        yield Sample("io", "main figures", name, "", 0, value, AIMS[name][1])
 
 
 def _quick_rows(quick: Quick) -> list[Row]:
@@ -212,32 +232,8 @@ def _as_json(one: Result) -> dict[str, object]:
     }
 
 
-def _markdown(report: IoReport, plot: str) -> str:
-    parts = [
-        "# Speed of the store against the machine's limits",
-        f"Made by `python -m duokv.bench.io --write FILE` on {time.strftime('%Y-%m-%d', time.gmtime())}, "
-        f"{report.pairs} pairs a row.",
-        "\n".join(f"- {line}" for line in report.machine.lines()),
-        "`of limit` is the store's rate as a share of the limit's, which is measured before and after it in the same "
-        "folder with the same bytes and threads: the median of the pairs, `low` and `high` their ends. Loads verify "
-        "every block, commits return when power loss cannot undo them; the limits do neither. Cold loads go past the "
-        "page cache, or drop it first where they are called buffered.",
-        "## Main figures",
-        f"{_about(report.quick)}.",
-        markdown_table(_QUICK_HEADINGS, _quick_rows(report.quick)),
-        f"![plot]({plot})",
-    ]
-    for title, group in report.groups.items():
-        parts.append(f"## {title}")
-        parts.append(f"{_limit(group)}.")
-        parts.append(markdown_table(_headings(group), [_row(one) for one in group]))
-    return "\n\n".join(parts) + "\n"
-
-
-# -- plot ------------------------------------------------------------------------------------------------------------
-
-
-def _plot(path: Path, report: IoReport) -> None:
+def draw(path: Path, report: IoReport) -> None:
+    """Plot every group's ratios to `path`."""
     rows = -(-len(report.groups) // 3)
     with drawn(path, 12, 2.6 * rows, font_size=8) as figure:
         grid = figure.subplots(rows, 3, squeeze=False).reshape(-1)

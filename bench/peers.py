@@ -22,7 +22,7 @@ from duokv.bench.io_report import Machine
 from duokv.bench.peer_serve import Given, touched_rows
 from duokv.bench.peers_case import FAILURES, KEPT, ForeignPeer, Limits, Measured, Part, Size, Worker, measure
 from duokv.bench.peers_local import local_worker
-from duokv.bench.peers_report import PeersReport, tables, write_report
+from duokv.bench.peers_report import PeersReport, tables
 from duokv.kvstore import CacheGeometry
 from duokv.kvstore.errors import DuoKVError
 
@@ -45,11 +45,9 @@ _PLAIN_WIDTH = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 0, or 2 for what cannot be done."""
-    given = _arguments(argv)
+    given = arguments(argv)
     try:
-        report = _measure(given)
-        if given.write is not None:
-            write_report(given.write, report)
+        report = measured(given, shown=not given.json and sys.stderr.isatty())
     except (DuoKVError, OSError) as error:
         print(f"peers: {error}", file=sys.stderr)
         return 2
@@ -62,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(given: argparse.Namespace) -> PeersReport:
+def measured(given: argparse.Namespace, *, shown: bool) -> PeersReport:
+    """Measure what arguments ask for. OSError for a folder that is no use."""
     folder = given.folder.absolute()
     geometry = CacheGeometry.preset(V41)
     size = Size(geometry.payload_bytes, V41_SLOT, given.blocks, KEPT + given.pairs, given.threads)
@@ -76,7 +75,7 @@ def _measure(given: argparse.Namespace) -> PeersReport:
         limits = Limits(Path(name), size)
         try:
             for peer in given.peers:
-                if sys.stderr.isatty():
+                if shown:
                     print(f"measuring {peer} ...", file=sys.stderr)
                 found.append(_measure_one(peer, Path(name), limits, size, parts, given))
         finally:
@@ -118,12 +117,12 @@ def _opened(name: str, folder: Path, limits: Limits, size: Size, environments: M
             worker.close()
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line."""
     parser = OneLineParser(prog="python -m duokv.bench.peers", description=(__doc__ or "").partition("\n")[0])
     known = (*LOCAL, *FOREIGN)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_BLOCKS} blocks and {QUICK_PAIRS} pairs")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write a report in Markdown, and its plot beside it")
     parser.add_argument(
         "--folder", type=Path, default=Path(), metavar="DIR", help="measure below this folder, on a disk (here)"
     )

@@ -55,7 +55,7 @@ class DuoKV:
         return {
             "version": "duokv",
             "durable": True,
-            "durability": "waited for: data, then index",
+            "durability": "waited for",
             "integrity": "xxh3_128 of every block, its key, parent and tokens, checked when it is read",
             "note": f"{self._given.threads} reading threads, O_DIRECT; reads look up first, hashing included; "
             "warm from its own cache",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +12,8 @@ from rich.table import Table
 from duokv.bench.io_report import Machine
 from duokv.bench.peer_serve import Action
 from duokv.bench.peers_case import Figure, Measured, Part, Size
-from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios, terminal_table, write_with_plot
+from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios, terminal_table
+from duokv.bench.samples import Sample, beside
 
 HEADINGS = ("peer", "peer", "limit", "of limit", "low", "high")
 PROMISES = ("peer", "version", "durability of a put", "integrity", "driven")
@@ -72,12 +71,28 @@ def tables(report: PeersReport) -> list[Table]:
     return [*made, promises]
 
 
-def write_report(path: Path, report: PeersReport) -> None:
-    """Write the figures to `path` in Markdown and their plot beside it, as the same name with .svg.
+def sections(report: PeersReport, plot: str) -> list[str]:
+    """The figures in Markdown; `plot` is the name of the plot's file."""
+    size = report.size
+    parts = [
+        f"{report.pairs} pairs a row. Blocks of {size.payload_bytes:,} bytes, the same for each and in the same order; "
+        f"what is read is checked to be what was put. `of limit` is the peer's rate as a share of the limit's, which "
+        f"is measured before and after it with {size.threads} threads: the median of the pairs, `low` and `high` their "
+        f"ends. Each peer times itself; rates count {size.slot_bytes:,} bytes a block. Cold: what is on the device was "
+        "taken out of the page cache.",
+        f"![peers]({plot})",
+    ]
+    for part in report.parts:
+        parts += [f"### {_title(part)}", f"{_limit(part)}.", markdown_table(_headings(part), _rows(report, part))]
+    return [*parts, "### What each promises", markdown_table(PROMISES, _promises(report), numbers=False)]
 
-    UsageError if matplotlib is missing or the folder cannot be written.
-    """
-    write_with_plot(path, partial(_plot, report=report), partial(_markdown, report))
+
+def samples(report: PeersReport) -> Iterator[Sample]:
+    """The figures for programs."""
+    for peer in report.peers:
+        for part, figure in peer.figures.items():
+            for turn, (found, limit) in enumerate(beside(figure.peer_s, figure.limit_s)):
+                yield Sample("peers", _title(part), peer.name, "s", turn, found, limit)
 
 
 def _title(part: Part) -> str:
@@ -135,30 +150,8 @@ def _as_json(figure: Figure) -> dict[str, object]:
     }
 
 
-def _markdown(report: PeersReport, plot: str) -> str:
-    size = report.size
-    parts = [
-        "# DuoKV beside its peers",
-        f"Made by `python -m duokv.bench.peers --write FILE` on {time.strftime('%Y-%m-%d', time.gmtime())}, "
-        f"{report.pairs} pairs a row.",
-        "\n".join(f"- {line}" for line in report.machine.lines()),
-        f"Blocks of {size.payload_bytes:,} bytes, the same for each and in the same order; what is read is checked to "
-        f"be what was put. `of limit` is the peer's rate as a share of the limit's, which is measured before and "
-        f"after it with {size.threads} threads: the median of the pairs, `low` and `high` their ends. Each peer times "
-        f"itself; rates count {size.slot_bytes:,} bytes a block. Cold: what is on the device was taken out of the "
-        "page cache.",
-        f"![plot]({plot})",
-    ]
-    for part in report.parts:
-        parts += [f"## {_title(part)}", f"{_limit(part)}.", markdown_table(_headings(part), _rows(report, part))]
-    parts += ["## What each promises", markdown_table(PROMISES, _promises(report), numbers=False)]
-    return "\n\n".join(parts) + "\n"
-
-
-# -- plot ------------------------------------------------------------------------------------------------------------
-
-
-def _plot(path: Path, report: PeersReport) -> None:
+def draw(path: Path, report: PeersReport) -> None:
+    """Plot the ratios of reads and puts to `path`."""
     shown = [part for part in report.parts if part.action in ("cold", "warm", "put")]
     with drawn(path, 12, 6, font_size=8) as canvas:
         grid = canvas.subplots(2, 2).reshape(-1)

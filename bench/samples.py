@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -23,6 +23,12 @@ class Sample:
     turn: int
     found: float
     limit: float | None = None
+
+
+def beside(found: Sequence[float], limits: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """Each value with the mean of the limits before and after it, of which there is one more."""
+    for at, one in enumerate(found):
+        yield one, (limits[at] + limits[at + 1]) / 2
 
 
 def write_parquet(path: Path, samples: Iterable[Sample]) -> None:

@@ -40,13 +40,13 @@ def test_the_main_figures(disk: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert not list(disk.iterdir())
 
 
-def test_the_sweeps_and_their_report(
+def test_the_sweeps(
     disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (disk / "here").mkdir()
     monkeypatch.chdir(disk / "here")
     swept = ["--slots", "8192,4096", "--batches", "1,2", "--threads", "1", "--index", "0,34", "--processes", "1"]
-    assert main(["--json", "--pairs", "1", "--write", str(disk / "RESULTS.md"), *swept]) == 0
+    assert main(["--json", "--pairs", "1", *swept]) == 0
     found = json.loads(capsys.readouterr().out)
     assert tuple(found["main"]) == QUICK
     rows = [row for group in found["groups"].values() for row in group]
@@ -56,11 +56,6 @@ def test_the_sweeps_and_their_report(
     assert {row["source"] for row in rows} == {"device", "cache", "page cache"}
     assert all((row["amplification"] is not None) == (row["action"] == "commit") for row in rows)
     assert {row["blocks"] for row in rows if row["action"] == "stream"} == {1, 2}
-    text = (disk / "RESULTS.md").read_text()
-    assert "| first blocks ms |" in text
-    assert all(f"## {title}" in text for title in found["groups"])
-    assert "![plot](RESULTS.svg)" in text
-    assert (disk / "RESULTS.svg").read_bytes().startswith(b"<?xml")
     assert not list((disk / "here").iterdir())
 
 
@@ -131,7 +126,6 @@ def test_physical_bytes_are_what_is_on_the_device(tmp_path: Path) -> None:
         (["--threads", "0"], "at least 1"),
         (["--pairs", "3,4"], "more than one number"),
         (["--quik"], "unrecognized arguments"),
-        (["--quick", "--write", "R.md"], "leave --quick out"),
         (["--folder", "missing"], "no such folder"),
         (["--folder", "{disk}", "--batches", "1000000000"], "make room"),
     ],

@@ -134,7 +134,7 @@ def test_a_peer_gives_what_was_put(disk: Path, limits: Limits, name: str) -> Non
 def test_all_of_a_run_in_one_table(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (disk / "here").mkdir()
     arguments = ["--blocks", "2", "--pairs", "1", "--threads", "1", "--folder", str(disk / "here")]
-    assert main([*arguments, "--json", "--write", str(disk / "PEERS.md")]) == 0
+    assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     peers = {peer["name"]: peer for peer in found["peers"]}
     assert tuple(peers) == (*LOCAL, *FOREIGN)
@@ -148,12 +148,6 @@ def test_all_of_a_run_in_one_table(disk: Path, capsys: pytest.CaptureFixture[str
         assert peers[name]["about"]["integrity"]
     for name, (environment, _) in FOREIGN.items():
         assert f"--env {environment}=PYTHON" in peers[name]["skipped"]
-    text = (disk / "PEERS.md").read_text()
-    assert "| files* |" in text
-    assert "| files+fsync |" in text
-    assert "lmdb: takes keys" in text
-    assert text.count("no environment; name one with --env vllm=PYTHON") == len(found["peers"][0]["figures"]) + 1
-    assert (disk / "PEERS.svg").read_bytes().startswith(b"<?xml")
     assert not list((disk / "here").iterdir())
 
 
