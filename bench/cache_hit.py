@@ -209,7 +209,8 @@ class Simulation:
     def _serve(self, store: KVStore, request: TraceRequest) -> Served:
         blob = self._keys_of(request)
         blocks = len(blob) // KEY_BYTES
-        found = store.blocks.find(blob, blocks, self.options.traffic)
+        # No use: the commit below is one, at the same instant and of more.
+        found = store.blocks.find(blob, blocks, self.options.traffic, use=False)
         served = self._plan(request, blob, found.blocks)
         store.blocks.commit(blob, blocks, self.options.traffic, first=0, payload=None, origin=Origin.EXACT)
         self._keep(request, blob, served)
