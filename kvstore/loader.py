@@ -97,10 +97,7 @@ class BlockLoader:
         base = wanted.first + lead
         rest = _from(spans, base)
         with self._cache.borrow(wanted.chain.blob[base * KEY_BYTES :], rest) as loan:
-            missing = loan.missing(rest)
-            # Of a small load there is little on the way at once, and small reads would cost it more than they gain.
-            large = sum(span.count for span in missing) > self._reader.threads * self._max_slots
-            reads = plan_reads(missing, ramp=self._ramp if large else self._ramp[:1], max_slots=self._max_slots)
+            reads = plan_reads(loan.missing(rest), ramp=self._ramp, max_slots=self._max_slots)
             names = self._names(reads) if reads else {}
             # A segment the index no longer knows ends the lead there.
             known = tuple(itertools.takewhile(lambda span: span.segment in names, reads))
