@@ -47,7 +47,7 @@ torture: $(STAMP) ## run the long random tests (minutes)
 budget: $(STAMP) ## compare what operations cost, in multiples of a plain way to do them, with bench/budget.json
 	@$(BIN)/python -m duokv.bench.scale --check bench/budget.json
 
-bench: $(STAMP) ## time all into bench/RESULTS.md (quarter of an hour), then hit rates; PEERS='name=python ...' as bench.peers
+bench: $(STAMP) ## measure speed into bench/RESULTS.md (a quarter of an hour), then hit rates; PEERS='NAME=PYTHON ...' adds peers
 	@$(BIN)/python -m duokv.bench.results bench/RESULTS.md $(addprefix --env ,$(PEERS))
 	@$(BIN)/python -m duokv.bench.table
 

@@ -64,7 +64,7 @@ class Case:
     action: Action
     slot_bytes: int = V41_SLOT
     blocks: int = 601
-    threads: int = 4
+    threads: int = 8
     source: From = "device"
     direct: bool = True
     index_blocks: int = 0

@@ -15,7 +15,7 @@ from duokv.bench.io_case import Case, Result
 from duokv.bench.io_limits import file_system
 from duokv.bench.lookup import LookupCost
 from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios, terminal_table
-from duokv.bench.samples import Sample, beside
+from duokv.bench.samples import Sample, with_limits
 
 _QUICK_HEADINGS = ("figure", "found", "low", "high", "aim", "")
 HEADINGS = ("", "store MB/s", "limit MB/s", "of limit", "low", "high")
@@ -30,6 +30,7 @@ AIMS: Mapping[str, tuple[str, float]] = {
     "bytes_per_indexed_block": ("most", 40.0),
 }
 """What the main figures are aimed to be."""
+_UNITS: Mapping[str, str] = {"lookup_ms_77k": "ms", "open_s": "s", "bytes_per_indexed_block": "B"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class Machine:
         return [
             f"{self.cpu}, {self.cores} cores, {self.memory_bytes / (1 << 30):.1f} GiB; {self.disk} on {self.kernel}; "
             f"Python {self.python}",
-            f"load of a minute {load} after; every figure is a ratio to a limit of the same run",
+            f"load average over one minute: {load} after; between machines compare the ratios to a limit, "
+            "not the MB/s, ms and us",
         ]
 
 
@@ -133,8 +135,12 @@ def sections(report: IoReport, plot: str) -> list[str]:
     parts = [
         f"{report.pairs} pairs a row. `of limit` is the store's rate as a share of the limit's, which is measured "
         "before and after it in the same folder with the same bytes and threads: the median of the pairs, `low` and "
-        "`high` their ends. Loads verify every block, commits return when power loss cannot undo them; the limits do "
-        "neither. Cold loads go past the page cache, or drop it first where they are called buffered.",
+        "`high` their ends; above 1 the device or the processor was faster in the store's turn than around it. Loads "
+        "verify "
+        "every block they read; what comes from the store's own cache was verified when it came in. Commits return "
+        "when "
+        "power loss cannot undo them; the limits do neither. Cold loads go past the page cache, or drop it first where "
+        "they are called buffered.",
         "### Main figures",
         f"{_about(report.quick)}.",
         markdown_table(_QUICK_HEADINGS, _quick_rows(report.quick)),
@@ -151,10 +157,10 @@ def samples(report: IoReport) -> Iterator[Sample]:
     """The figures for programs."""
     for title, group in report.groups.items():
         for one in group:
-            for turn, (found, limit) in enumerate(beside(one.store_s, one.limit_s)):
+            for turn, (found, limit) in enumerate(with_limits(one.store_s, one.limit_s)):
                 yield Sample("io", title, _case(one.case), "s", turn, found, limit)
     for name, value in report.quick.as_json().items():
-        yield Sample("io", "main figures", name, "", 0, value, AIMS[name][1])
+        yield Sample("io", "main figures", name, _UNITS.get(name, "ratio"), 0, value, AIMS[name][1])
 
 
 def _quick_rows(quick: Quick) -> list[Row]:
@@ -174,7 +180,11 @@ def _quick_rows(quick: Quick) -> list[Row]:
 
 
 def _about(quick: Quick) -> str:
-    return f"{_case(quick.cold.case)}; lookups of 77,000 tokens in an index of {quick.lookup.blocks:,} blocks"
+    return (
+        f"{_case(quick.cold.case)}; lookups of 77,000 tokens in an index of {quick.lookup.blocks:,} blocks, of whose "
+        "time "
+        f"hashing alone takes {quick.lookup.hashing_ms:.2f} ms"
+    )
 
 
 def _limit(group: list[Result]) -> str:
@@ -198,7 +208,7 @@ def _row(one: Result) -> Row:
         shown = (median(one.store_s), median(one.limit_s), median(more), min(more), max(more))
         return (_case(one.case), *(f"{seconds * 1e3:.2f}" for seconds in shown))
     ratios = one.ratios
-    written = "" if one.amplification is None else f"; x{one.amplification:.4f} written"
+    written = "" if one.amplification is None else f"; {one.amplification:.4f} bytes written a byte"
     return (
         _case(one.case) + written,
         f"{one.store_rate / 1e6:,.0f}",
@@ -210,9 +220,7 @@ def _row(one: Result) -> Row:
 
 
 def _case(case: Case) -> str:
-    parts = [f"{case.blocks} x {case.slot_bytes:,} B"]
-    if case.threads != 1:
-        parts.append(f"{case.threads} threads")
+    parts = [f"{case.blocks} x {case.slot_bytes:,} B", f"{case.threads} thread{'s' * (case.threads != 1)}"]
     if case.processes != 1:
         parts.append(f"{case.processes} processes")
     if case.index_blocks:

@@ -133,7 +133,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(known), metavar="NAME,NAME", help=f"of {', '.join(known)}")
     parser.add_argument("--pairs", type=number(1), help=f"peer against limit, so often ({PAIRS})")
     parser.add_argument("--blocks", type=number(1), help=f"of a batch ({BLOCKS})")
-    parser.add_argument("--threads", type=number(1), default=4, help="of the limits, and of peers that let one choose")
+    parser.add_argument(
+        "--threads", type=number(1), default=4, help="of the limits, and of peers that let one choose (4)"
+    )
     given = parser.parse_args(argv)
     given.pairs = given.pairs or (QUICK_PAIRS if given.quick else PAIRS)
     given.blocks = given.blocks or (QUICK_BLOCKS if given.quick else BLOCKS)

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import lmdb
@@ -53,7 +54,7 @@ class DuoKV:
     def about(self) -> About:
         """See `Peer.about`."""
         return {
-            "version": "duokv",
+            "version": f"duokv {version('duokv')}",
             "durable": True,
             "durability": "waited for",
             "integrity": "xxh3_128 of every block, its key, parent and tokens, checked when it is read",

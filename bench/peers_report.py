@@ -13,7 +13,8 @@ from duokv.bench.io_report import Machine
 from duokv.bench.peer_serve import Action
 from duokv.bench.peers_case import Figure, Measured, Part, Size
 from duokv.bench.report_markdown import Row, drawn, markdown_table, plot_ratios, terminal_table
-from duokv.bench.samples import Sample, beside
+from duokv.bench.samples import Sample, with_limits
+from duokv.kvstore import StoreConfig
 
 HEADINGS = ("peer", "peer", "limit", "of limit", "low", "high")
 PROMISES = ("peer", "version", "durability of a put", "integrity", "driven")
@@ -79,7 +80,9 @@ def sections(report: PeersReport, plot: str) -> list[str]:
         f"what is read is checked to be what was put. `of limit` is the peer's rate as a share of the limit's, which "
         f"is measured before and after it with {size.threads} threads: the median of the pairs, `low` and `high` their "
         f"ends. Each peer times itself; rates count {size.slot_bytes:,} bytes a block. Cold: what is on the device was "
-        "taken out of the page cache.",
+        f"taken out of the page cache. DuoKV reads with {size.threads} threads here ({StoreConfig().read_threads} "
+        "unless set), "
+        "and its reads and puts include hashing and looking up the prompt.",
         f"![peers]({plot})",
     ]
     for part in report.parts:
@@ -91,7 +94,7 @@ def samples(report: PeersReport) -> Iterator[Sample]:
     """The figures for programs."""
     for peer in report.peers:
         for part, figure in peer.figures.items():
-            for turn, (found, limit) in enumerate(beside(figure.peer_s, figure.limit_s)):
+            for turn, (found, limit) in enumerate(with_limits(figure.peer_s, figure.limit_s)):
                 yield Sample("peers", _title(part), peer.name, "s", turn, found, limit)
 
 

@@ -22,6 +22,8 @@ from duokv.bench.serving import Serving
 from duokv.kvstore.errors import DuoKVError, UsageError
 
 BLOCKS = 10_000_000
+_SMALL = ("--batches", "8,64", "--threads", "1,2", "--index", "0", "--processes", "1", "--slots", "114688")
+"""What --quick asks of duokv.bench.io."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ def write(page: Path, results: Results) -> None:
         scale_report.draw(plots["scale"], results.scales)
     except ImportError as error:
         raise UsageError(f"{page}: plots need matplotlib ({error}); pip install 'duokv[tools]'") from error
+    values = page.with_suffix(".parquet")
     write_parquet(
-        page.with_suffix(".parquet"),
+        values,
         [
             *io_report.samples(results.io),
             *peers_report.samples(results.peers),
@@ -67,15 +70,19 @@ def write(page: Path, results: Results) -> None:
             *serving.samples(results.serving),
         ],
     )
-    page.write_text("\n\n".join(_page(results, {part: plot.name for part, plot in plots.items()})) + "\n")
+    page.write_text("\n\n".join(_page(results, {part: plot.name for part, plot in plots.items()}, values.name)) + "\n")
 
 
-def _page(results: Results, plots: dict[str, str]) -> list[str]:
+def _page(results: Results, plots: dict[str, str], parquet: str) -> list[str]:
     return [
         "# Speed",
-        f"Made by `python -m duokv.bench.results` on {time.strftime('%Y-%m-%d', time.gmtime())}; every value is in the "
-        "Parquet file beside this page.",
+        f"Made by `python -m duokv.bench.results` on {time.strftime('%Y-%m-%d', time.gmtime())}; the times and "
+        f"ratios of every repetition are in {parquet} (columns: `bench/samples.py`).",
         "\n".join(f"- {line}" for line in results.machine.lines()),
+        "A block is the KV of 128 tokens: 114,048 bytes, 114,688 on disk. 601 blocks are a prompt of 77,000 tokens. A "
+        "pair is "
+        "one turn of the store between two of the limit. Aims are what this project set itself, not promises. Rows "
+        "differ where the device does: see a row's low and high before comparing it with another.",
         "## The store against the machine's limits",
         *io_report.sections(results.io, plots["io"]),
         "## Beside its peers",
@@ -92,19 +99,16 @@ def _measure(given: argparse.Namespace) -> Results:
     folder = ["--folder", str(given.folder)]
     few = ["--pairs", str(given.pairs)] if given.pairs else []
     environments = [word for environment in given.env for word in ("--env", environment)]
-    beside = peers.arguments([*folder, *few, *environments, *(["--quick"] if given.quick else [])])
+    among = peers.arguments([*folder, *few, *environments, *(["--quick"] if given.quick else [])])
     served = serving.arguments([*folder, *(["--quick"] if given.quick else [])])
     swept = io.arguments([*folder, *few, *(_SMALL if given.quick else [])])
     machine = Machine.here(given.folder.absolute())
     found_io = io.measured(swept, shown=shown)
-    found_peers = peers.measured(beside, shown=shown)
+    found_peers = peers.measured(among, shown=shown)
     sizes = scale.sizes_to(scale.QUICK if given.quick else given.blocks)
     scales = scale.measured(sizes, progress=shown)
     _, found_serving = serving.measured(served, shown=shown)
     return Results(machine.ended(), found_io, found_peers, scales, found_serving)
-
-
-_SMALL = ["--batches", "8,64", "--threads", "1,2", "--index", "0", "--processes", "1", "--slots", "114688"]
 
 
 def _check_place(page: Path) -> None:
@@ -123,7 +127,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--folder", type=Path, default=Path(), metavar="DIR", help="measure below this folder, on a disk (here)"
     )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON", help="as in duokv.bench.peers")
-    parser.add_argument("--pairs", type=number(1), help="store or peer against limit, so often")
+    parser.add_argument(
+        "--pairs", type=number(1), help="store or peer against limit, so often (as in bench.io and bench.peers)"
+    )
     parser.add_argument("--blocks", type=number(1), default=BLOCKS, help=f"the most blocks of an index ({BLOCKS:,})")
     return parser.parse_args(argv)
 

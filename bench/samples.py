@@ -13,7 +13,7 @@ from duokv.kvstore.errors import UsageError
 class Sample:
     """One value. limit: what the same took, or was aimed at, in the same run, in the same unit; None if there is none.
 
-    turn: the how-manieth of its kind, from 0.
+    turn: number of the repetition, from 0.
     """
 
     benchmark: str
@@ -25,7 +25,7 @@ class Sample:
     limit: float | None = None
 
 
-def beside(found: Sequence[float], limits: Sequence[float]) -> Iterator[tuple[float, float]]:
+def with_limits(found: Sequence[float], limits: Sequence[float]) -> Iterator[tuple[float, float]]:
     """Each value with the mean of the limits before and after it, of which there is one more."""
     for at, one in enumerate(found):
         yield one, (limits[at] + limits[at + 1]) / 2

@@ -65,11 +65,22 @@ class Figure:
     parts: tuple[float, ...]
     at_most: bool
     aim: float
+    unit: str = "ratio"
 
     @classmethod
-    def of(cls, name: str, parts: Sequence[float], *, at_most: float | None = None, at_least: float = 0.0) -> Figure:
+    def of(
+        cls,
+        name: str,
+        parts: Sequence[float],
+        *,
+        at_most: float | None = None,
+        at_least: float = 0.0,
+        unit: str = "ratio",
+    ) -> Figure:
         """Of the median."""
-        return cls(name, median(parts), tuple(parts), at_most is not None, at_least if at_most is None else at_most)
+        return cls(
+            name, median(parts), tuple(parts), at_most is not None, at_least if at_most is None else at_most, unit
+        )
 
     @property
     def reached(self) -> bool:
@@ -79,7 +90,7 @@ class Figure:
     def row(self) -> Row:
         """For people."""
         kind = "most" if self.at_most else "least"
-        low, high = (f"{min(self.parts):.3f}", f"{max(self.parts):.3f}") if len(self.parts) > 1 else ("", "")
+        low, high = (f"{min(self.parts):,.4f}", f"{max(self.parts):,.4f}") if len(self.parts) > 1 else ("", "")
         verdict = "reached" if self.reached else "NOT reached"
         return self.name, f"{self.found:,.4f}", low, high, f"at {kind} {self.aim:g}", verdict
 
@@ -101,7 +112,9 @@ class Serving:
             Figure("first_token_vs_max", self.first_tokens[0].ratio, self.first_tokens[0].ratios, True, 1.1),
             Figure.of("bookkeeping_share", self.bookkeeping.shares, at_most=0.01),
             Figure.of("swa_cost_growth", [life / small.life_us for life in lives], at_most=1.5),
-            Figure.of("swa_page_faults", [faults for one in self.arenas for faults in one.faults], at_most=0.0),
+            Figure.of(
+                "swa_page_faults_median", [n for one in self.arenas for n in one.faults], at_most=0.0, unit="faults"
+            ),
         ]
         for copy in self.copies:
             name = copy.geometry.rpartition("-")[0] or copy.geometry
@@ -198,7 +211,7 @@ def samples(found: Serving) -> Iterator[Sample]:
     """The figures for programs."""
     for figure in found.figures():
         for turn, part in enumerate(figure.parts):
-            yield Sample("serving", "main figures", figure.name, "ratio", turn, part, figure.aim)
+            yield Sample("serving", "main figures", figure.name, figure.unit, turn, part, figure.aim)
     for one in found.first_tokens:
         for kind, seconds in (("load", one.load_s), ("compute", one.compute_s), ("cold", one.cold_s)):
             for turn, taken in enumerate(seconds):
@@ -209,9 +222,14 @@ def _about(found: Serving) -> str:
     small, large = found.arenas[0], found.arenas[-1]
     speeds = ", ".join(f"{one.gigabytes_s:.1f} GB/s for {one.blocks} x {one.geometry}" for one in found.copies)
     return (
-        f"steps of {BATCH} rows: {found.bookkeeping.step_ms:.1f} ms of CPU, {found.bookkeeping.steps:,} of them; "
-        f"windows: {small.life_us:.1f} us a life among {small.windows:,}, {large.life_us:.1f} us among "
-        f"{large.windows:,}; {sum(one.lives for one in found.arenas):,} lives; memcpy: {speeds}"
+        f"A decode step of {BATCH} rows takes {found.bookkeeping.step_ms:.1f} ms of CPU ({found.bookkeeping.steps:,} "
+        f"measured). Storing and leasing a window takes {small.life_us:.1f} us among {small.windows:,}, "
+        f"{large.life_us:.1f} us among {large.windows:,} ({sum(one.lives for one in found.arenas):,} measured). "
+        "memcpy: "
+        f"{speeds}. first_token_vs_max: the fastest first token by the fastest of what it waits for; the others are "
+        "medians. bookkeeping_share: the store's and the engine's own work in a step; swa_cost_growth: a window's "
+        "time in "
+        "the largest arena by that in the smallest; to_slots, from_slots: copies between rows and block slots"
     )
 
 

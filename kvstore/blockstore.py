@@ -1,7 +1,7 @@
 """Block KV: the walk of a prompt through the index, and the commit of what is new.
 
-find: index only. fetch: verified bytes. commit: walk again, make room, write, publish. Data goes to the backend before
-the index points at it; a crash between leaves garbage that the next open sweeps, never a wrong or dangling hit.
+find: index only; bytes are read by loader.py. commit: walk again, make room, write, publish. Data goes to the backend
+before the index points at it; a crash between leaves garbage that the next open sweeps, never a wrong or dangling hit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, L
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.lives import LifeCache, Stamps
+from duokv.kvstore.lives import ExtentCache, Stamps
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, Policy
 from duokv.kvstore.policybook import PolicyBook
@@ -32,7 +32,7 @@ from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec
-from duokv.kvstore.space import Allocation, Space
+from duokv.kvstore.space import Space
 from duokv.kvstore.staging import Chunk, Payload, Piece, SlotsNotWritten, plan_chunks, write_chunks
 from duokv.kvstore.walk import (
     CommitWalk,
@@ -79,8 +79,8 @@ class BlockStore:
         self._pool = pool
         self._state = threading.RLock()
         self._write = threading.RLock()
-        self._cache = LifeCache()
-        index.watch(self._cache.written)
+        self._cache = ExtentCache()
+        index.watch(self._cache.ended)
         self._stamps = Stamps()
         self._flushed = 0
         self.policies = PolicyBook()
@@ -123,7 +123,7 @@ class BlockStore:
                     held.append((expired, part))
                 found = sum([count for _, count in held])
             if use and held:
-                self._cache.use_whole(held, class_id, self._stamps.next(now_s))
+                self._cache.use_walk(held, class_id, self._stamps.next(now_s))
         return Found(tuple(held), found, reason, min(exact, found))
 
     # -- commit ------------------------------------------------------------------------------------------------------
@@ -154,6 +154,9 @@ class BlockStore:
             except (OSError, lmdb.Error) as error:
                 self.space.forget_unpublished()
                 self._emit(StoreFailed("commit", str(error)))
+            except BaseException:
+                self.space.forget_unpublished()
+                raise
         done = Committed(stored, present, blocks - first - present - stored)
         name = traffic or self.default_class
         self._emit(BlocksStored(name, stored, present, done.dropped, stored * self._codec.slot_bytes))
@@ -166,7 +169,7 @@ class BlockStore:
         for hop, count in held[alive:]:
             if hop.life.alive(cutoffs) < count:
                 self._cache.use(hop, BORN_CLASS, count, stamp)
-        self._cache.use_whole(held, class_id, stamp)
+        self._cache.use_walk(held, class_id, stamp)
 
     def _store(
         self, walk: CommitWalk, class_id: int, policy: Policy, stamp: int, payload: Payload | None
@@ -194,34 +197,33 @@ class BlockStore:
         try:
             if carried:
                 # What was replaced may have been promised to be durable; its space goes only once its successors are.
-                self.space.sync({piece.writer.number: piece.writer for piece, _ in pieces}.values())
+                self.space.sync({piece.writer.number: piece.writer for piece in pieces}.values())
             self.space.reclaimer.release(freed)
             self.space.seal_full()
         except lmdb.Error as error:
             self._emit(Degraded("index", f"space of replaced blocks and full segments not settled: {error}"))
         return stored, walk.present
 
-    def _pieces(self, runs: Runs, class_id: int) -> list[tuple[Allocation, int]]:
-        """Slots for runs of blocks: (allocation, first block), neither crossing a segment nor a gap in the prompt."""
+    def _pieces(self, runs: Runs, class_id: int) -> list[Piece]:
+        """Slots for runs of blocks, none crossing a segment or a gap in the prompt."""
         pieces = []
         for start, count in runs:
             block = start
             for allocation in self.space.allocate(class_id, count):
-                pieces.append((allocation, block))
+                pieces.append(Piece(allocation.writer, allocation.slot, block, allocation.count))
                 block += allocation.count
         return pieces
 
-    def _write_pieces(
-        self, pieces: list[tuple[Allocation, int]], payload: Payload, origin: Origin, class_id: int
-    ) -> bool:
+    def _write_pieces(self, pieces: list[Piece], payload: Payload, origin: Origin, class_id: int) -> bool:
         stored_at = int(self._clock.wall())
 
         def fill(chunk: Chunk, rows: Rows) -> None:
             block = chunk.block
-            self._codec.frame(rows, self._codec.frames(payload.chain, block, len(rows)), origin, class_id, stored_at)
+            trailers = self._codec.expected_trailers(payload.chain, block, len(rows))
+            self._codec.write_trailers(rows, trailers, origin, class_id, stored_at)
             payload.fill(block, rows)
             for row in rows:
-                self._codec.close(row)
+                self._codec.write_checksum(row)
             payload.sealed(place_of(chunk.writer.number, chunk.slot), block, rows)
 
         def write(chunk: Chunk, rows: Rows) -> None:
@@ -229,20 +231,17 @@ class BlockStore:
             if chunk.last and self._config.fsync == "always":
                 chunk.writer.sync()
 
-        places = [Piece(piece.writer, piece.slot, block, piece.count) for piece, block in pieces]
-        chunks = plan_chunks(places, slot_bytes=self._codec.slot_bytes)
+        chunks = plan_chunks(pieces, slot_bytes=self._codec.slot_bytes)
         try:
             write_chunks(chunks, self._pool, self._codec.slot_bytes, fill=fill, write=write)
         except SlotsNotWritten as failure:
             self._emit(StoreFailed(failure.chunk.writer.name, str(failure.reason)))
-            for writer in {piece.writer.number: piece.writer for piece, _ in pieces}.values():
+            for writer in {piece.writer.number: piece.writer for piece in pieces}.values():
                 self.space.abandon(writer)
             return False
         return True
 
-    def _replace(
-        self, txn: IndexTxn, walk: CommitWalk, pieces: list[tuple[Allocation, int]], freed: Freed
-    ) -> list[tuple[int, Life]]:
+    def _replace(self, txn: IndexTxn, walk: CommitWalk, pieces: list[Piece], freed: Freed) -> list[tuple[int, Life]]:
         """Take approximate blocks out of the index where exact ones were written; the rest of their extent stays.
 
         Returns (first block, life) of what went: the exact blocks live on as long as those would have.
@@ -250,7 +249,7 @@ class BlockStore:
         carried: list[tuple[int, Life]] = []
         if not walk.replace:
             return carried
-        taken = {block + i for piece, block in pieces for i in range(piece.count)}
+        taken = {piece.block + i for piece in pieces for i in range(piece.count)}
         for hop, block, count, low in walk.replace:
             extent = txn.extent(hop.life.first)
             life = None if extent is None else txn.life(extent.place)
@@ -264,6 +263,7 @@ class BlockStore:
             segment, slot = extent.segment, extent.first_slot
             if high < life.n:
                 rest = extent.rest(high)
+                self.space.displace(txn, rest, freed)
                 txn.put_extent(rest)
                 txn.put_life(rest.place, life.rest(high, rest.prefixes[:PREFIX_BYTES]))
             gone = high - low
@@ -281,26 +281,25 @@ class BlockStore:
         return carried
 
     def _publish(
-        self, txn: IndexTxn, walk: CommitWalk, piece: tuple[Allocation, int], class_id: int, stamp: int,
+        self, txn: IndexTxn, walk: CommitWalk, piece: Piece, class_id: int, stamp: int,
         carried: list[tuple[int, Life]], freed: Freed,
     ) -> int:  # fmt: skip
         """Make the blocks of written slots visible that are still wanted; returns how many."""
-        slots, block = piece
         stored = 0
-        unused = (slots.slot, slots.count)
-        for start, count in overlap(walk.runs, block, slots.count):
+        unused = (piece.slot, piece.count)
+        for start, count in overlap(walk.runs, piece.block, piece.count):
             keys = walk.blob[start * KEY_BYTES : (start + count) * KEY_BYTES]
             prefixes = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[:, :PREFIX_BYTES].tobytes()
-            slot = slots.slot + start - block
-            extent = Extent(slots.writer.number, slot, start, class_id, walk.origin, prefixes)
+            slot = piece.slot + start - piece.block
+            extent = Extent(piece.writer.number, slot, start, class_id, walk.origin, prefixes)
             life = Life.born(count, start, prefixes[:PREFIX_BYTES], class_id, stamp)
             for old_start, old in carried:
                 life.inherit(old, old_start - start)
-            if self.space.publish(txn, slots.writer, extent, life, stamp, freed):
+            if self.space.publish(txn, piece.writer, extent, life, stamp, freed):
                 stored += count
-            self.space.discard(txn, slots.writer, unused[0], slot - unused[0], freed)
+            self.space.discard(txn, piece.writer, unused[0], slot - unused[0], freed)
             unused = (slot + count, unused[0] + unused[1] - slot - count)
-        self.space.discard(txn, slots.writer, *unused, freed)
+        self.space.discard(txn, piece.writer, *unused, freed)
         return stored
 
     # -- lives and housekeeping --------------------------------------------------------------------------------------
@@ -342,15 +341,15 @@ class BlockStore:
         with self._write:
             self.flush_uses()
             self.space.reclaimer.remove_waiting()
-        with self._state, self._index.read() as txn:
-            policy = self.policies.current(txn)
-        if not clock_jumped:
-            self.space.reclaimer.prepare(policy)
         more = not clock_jumped
         while more:
-            # Between two pieces of it commits have their turn.
+            # Anew for each piece: what a longer life saves meanwhile must not go.
+            with self._state, self._index.read() as txn:
+                policy = self.policies.current(txn)
+            self.space.reclaimer.build_queue(policy)
+            # Between two pieces commits have their turn.
             with self._write:
-                more = self.space.reclaimer.expire(policy)
+                more = self.space.reclaimer.expire_some(policy) is not None
 
     def take_out(self, place: int, keep: int, reason: Reason) -> None:
         """Shorten an extent to `keep` blocks, because of what was found on the backend or what an operator asked."""
@@ -380,7 +379,7 @@ class BlockStore:
             self._emit(Degraded("index", f"segment {number} is gone and stays: {error}"))
 
     def flush(self) -> None:
-        """Make everything committed so far durable."""
+        """Make everything committed so far durable; OSError if that fails, and that segment is given up."""
         with self._write:
             self.flush_uses()
             self.space.flush()

@@ -29,7 +29,9 @@ _POPULATE_WRITE = 23  # linux/mman.h; Linux 5.14
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Return `nbytes` of zeroed, writable memory at an address that is a multiple of `PAGE`, already touched.
+    """Return `nbytes` of zeroed, writable, touched memory at a multiple of `PAGE`, of `HUGE_PAGE` if at least so large.
+
+    UsageError for a negative size, OSError if the system refuses. A large one takes `HUGE_PAGE` more address space.
 
     The memory lives as long as the view or anything made from it. It is a private mapping: by open(2) a process must
     not fork while a direct read into it is in flight.

@@ -12,7 +12,7 @@ from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlockQuarantined, BlocksEvicted, Event
 from duokv.kvstore.extent import PREFIX_BYTES, Extent
 from duokv.kvstore.index import Index, SegmentInfo
-from duokv.kvstore.lives import LifeCache
+from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import plan_compaction
 from duokv.kvstore.reclaimer import Freed
@@ -28,7 +28,7 @@ class Compactor:
 
     def __init__(
         self, *, index: Index, backend: Backend, codec: BlockCodec, clock: Clock, emit: Callable[[Event], None],
-        pool: BufferPool, space: Space, cache: LifeCache, state: threading.RLock,
+        pool: BufferPool, space: Space, cache: ExtentCache, state: threading.RLock,
     ) -> None:  # fmt: skip
         self._index = index
         self._backend = backend
@@ -61,17 +61,17 @@ class Compactor:
 
     def _move(self, name: str, extent: Extent, blocks: int, rows: Rows) -> bool:
         """Copy an extent's first `blocks` blocks; what does not verify ends it. False if it cannot be read now."""
-        done = 0
+        copies: list[tuple[Allocation, int]] = []
+        done, reason = 0, None
         for piece in self._space.allocate(extent.class_id, blocks):
-            copied, reason = self._copy(name, extent, done, piece, rows)
-            if reason == "unreadable":
-                return False
-            self._publish(extent, done, piece, copied)
-            done += copied
-            if reason is not None:
-                self._lost(name, extent, done, reason)
-                break
-        return True
+            if reason is None:
+                copied, reason = self._copy(name, extent, done, piece, rows)
+                copies.append((piece, copied))
+                done += copied
+        if reason != "unreadable":
+            self._publish(name, extent, copies, reason)
+        self._space.forget_unpublished()
+        return reason != "unreadable"
 
     def _copy(self, name: str, extent: Extent, done: int, piece: Allocation, rows: Rows) -> tuple[int, str | None]:
         slot_bytes = self._codec.slot_bytes
@@ -99,36 +99,36 @@ class Compactor:
                 return at + good, reason
         return piece.count, None
 
-    def _publish(self, extent: Extent, done: int, piece: Allocation, count: int) -> None:
-        """Point the index at the copy; the old place keeps nothing of these blocks."""
+    def _publish(self, name: str, extent: Extent, copies: list[tuple[Allocation, int]], reason: str | None) -> None:
+        """Point the index at the copies, of all or none; `reason`: why what follows them is lost, None if all is there.
+
+        The old place keeps nothing of the extent.
+        """
         with self._state, self._index.write() as txn:
             self._cache.flush(txn)
             life = txn.life(extent.place)
             if life is None:
                 return
             txn.drop_life(extent.place)
-            self._space.reclaimer.count_dead(txn, extent.segment, count)
-            if count:
+            self._space.reclaimer.count_dead(txn, extent.segment, life.n)
+            done = 0
+            for piece, copied in copies:
+                count = min(copied, life.n - done)
+                if count <= 0:
+                    break
                 prefixes = extent.prefixes[done * PREFIX_BYTES : (done + count) * PREFIX_BYTES]
                 moved = Extent(
                     piece.writer.number, piece.slot, extent.chain_pos + done, extent.class_id, extent.origin, prefixes
                 )
                 copy = life.rest(done, prefixes[:PREFIX_BYTES])
-                copy.cut(min(copy.n, count))
+                copy.cut(count)
                 self._space.publish(txn, piece.writer, moved, copy, copy.last_use(0), Freed())
-            if done + count < life.n:
-                # The rest is moved, or lost, next: until then it is reached by nothing but this record.
-                txn.put_life(extent.place, life)
-
-    def _lost(self, name: str, extent: Extent, block: int, reason: str) -> None:
-        with self._state, self._index.write() as txn:
+                done += count
+            if reason is None or done >= life.n:
+                return
+            slot = extent.first_slot + done
+            key = extent.prefixes[done * PREFIX_BYTES : (done + 1) * PREFIX_BYTES]
+            note_damage(txn, Damage(key.hex(), extent.segment, slot, reason, self._clock.wall()))
             txn.note_gaps()
-            life = txn.life(extent.place)
-            gone = 0 if life is None else life.n - block
-            key = extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
-            note_damage(txn, Damage(key.hex(), extent.segment, extent.first_slot + block, reason, self._clock.wall()))
-            if life is not None:
-                txn.drop_life(extent.place)
-                self._space.reclaimer.count_dead(txn, extent.segment, gone)
-        self._emit(BlockQuarantined(key, name, extent.first_slot + block, reason))
-        self._emit(BlocksEvicted(gone, "corrupt"))
+        self._emit(BlockQuarantined(key, name, slot, reason))
+        self._emit(BlocksEvicted(life.n - done, "corrupt"))

@@ -1,7 +1,7 @@
 """A store's settings: strict, typed, validated once. From code, from a TOML file, and from `DUOKV_*` variables.
 
     capacity = "10GiB"              # DUOKV_CAPACITY=10GiB
-    read_threads = 8                # DUOKV_READ_THREADS=8
+    read_threads = 4                # DUOKV_READ_THREADS=4
     default_class = "chat"          # DUOKV_DEFAULT_CLASS=chat
     [classes.agent]
     ttl = "3d"                      # DUOKV_CLASSES__AGENT__TTL=3d
@@ -62,7 +62,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     swa_expiry_s: seconds a window lives after its last use; default 180, None until its space is needed.
     direct: O_DIRECT "auto" where the file system takes it (default), "require" or refuse to open, "off".
     fsync: what a write waits for: "none", "segment" when one is sealed or flushed (default), "always" every commit.
-    read_threads: threads that wait on the backend; default 8.
+    read_threads: threads that read and verify, at most what the backend can use (POSIX: 8); default 8.
     read_deadline_s: seconds after which a read is a miss, unless the caller says otherwise; default 1.
     buffer_bytes: cap of the pool of aligned rows lent to callers; default 256 MiB.
     cache_bytes: host memory for verified copies of blocks, committed at open; default 0 keeps none.

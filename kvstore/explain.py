@@ -13,7 +13,7 @@ from duokv.kvstore.extent import PREFIX_BYTES, Cutoffs, Extent, Life, Steps, sta
 from duokv.kvstore.index import IndexTxn, SegmentInfo
 from duokv.kvstore.inspection import StoreView
 from duokv.kvstore.keys import BLOCK_TOKENS, KEY_BYTES, Media, Namespace, TokenIds, chain_blob, check_media, token_bytes
-from duokv.kvstore.lives import LifeCache
+from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, Policy
 from duokv.kvstore.record import Trailer
@@ -185,7 +185,7 @@ def find_prefix(
 def _stored(txn: IndexTxn, blob: bytes, blocks: int) -> int:
     """How many of a prompt's first blocks are on disk, alive or not, gaps left out."""
     at = stored = 0
-    cache = LifeCache()
+    cache = ExtentCache()
     while at < blocks:
         here = cache.walk(txn, blob, at, blocks).end - at
         stored += here

@@ -64,8 +64,9 @@ class IndexTxn:
         self.endings: list[Callable[[bool], None]] = []
         """Called when a write transaction has ended, with whether it was committed: memory must not run ahead of it."""
         self.wrote = False
+        """Whether anything was put. Deletes do not count: the extent cache then only reads the index again."""
         self.changed_places: list[bytes] = []
-        """8-byte places whose lives this transaction changed otherwise than by uses."""
+        """8-byte places whose lives changed in a way the extent cache does not know: forgotten if this commits."""
         self.changed_firsts: list[bytes] = []
         """First blocks whose entry this transaction set."""
         self._infos: dict[int, SegmentInfo] = {}
@@ -139,8 +140,8 @@ class IndexTxn:
         self._put(key, life.encode(), self._lives)
         self.changed_places.append(key)
 
-    def put_uses(self, place: bytes, raw: bytes) -> None:
-        """Store the encoded life of an extent with more uses than before, by the 8-byte place."""
+    def put_raw_life(self, place: bytes, raw: bytes) -> None:
+        """Store an encoded life by the 8-byte place. Not in `changed_places`: for the extent cache, which knows it."""
         self._put(place, raw, self._lives)
 
     def lives(self, segment: int | None = None) -> Iterator[tuple[int, Life]]:
@@ -284,8 +285,8 @@ class Index:
         try:
             if not readonly:
                 path.mkdir(parents=True, exist_ok=True)
-            # sync=False: the index may lose its last second to power loss and is rebuilt from segments then; data never
-            # waits for it. writemap=False: a stray write of the process cannot reach the map.
+            # sync=False: power loss voids the index, which is then rebuilt from segments; only a close syncs it. Data
+            # never waits for it. writemap=False: a stray write of the process cannot reach the map.
             self._env = lmdb.open(
                 str(path), map_size=map_bytes, max_dbs=4, max_readers=1024, readonly=readonly, sync=False,
                 writemap=False, readahead=False, create=not readonly, lock=lock,

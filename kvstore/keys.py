@@ -143,7 +143,7 @@ def token_bytes(tokens: TokenIds) -> memoryview:
 
 
 def chain_blob(root: bytes, ids: bytes | memoryview, blocks: int, media: Sequence[Media] = ()) -> bytes:
-    """Return the concatenated keys of the first `blocks` blocks of `ids` (u32 LE bytes)."""
+    """Return the concatenated keys of the first `blocks` blocks of `ids`, u32 LE bytes that hold them all."""
     # A copy of a hash begun is cheaper than beginning one, and two updates than joining their bytes first.
     begin = hashlib.sha256().copy
     key = root
@@ -157,11 +157,6 @@ def chain_blob(root: bytes, ids: bytes | memoryview, blocks: int, media: Sequenc
         key = state.digest()
         keys.append(key)
     return b"".join(keys)
-
-
-def chain_step(parent: bytes, ids: bytes) -> bytes:
-    """Return the key of one text-only block from its parent's key and its 128 ids (512 bytes, u32 LE)."""
-    return hashlib.sha256(parent + ids).digest()
 
 
 def chain_keys(ns: Namespace, tokens: TokenIds, media: Sequence[Media] = ()) -> BlockKeys:

@@ -13,7 +13,8 @@ from duokv.kvstore.extent import EXTENT_HEAD, PLACE, PREFIX_BYTES, SEQUENCE_BITS
 from duokv.kvstore.index import IndexTxn
 from duokv.kvstore.keys import KEY_BYTES
 
-_KEPT = 100_000
+_MOST_EXTENTS = 100_000
+"""Kept; beyond it all but those with unwritten uses are forgotten."""
 CLOCK_BACK = (5_000 << SEQUENCE_BITS) - 1
 """A wall clock that went back further than this is followed, so that stamps do not stay in the future."""
 
@@ -34,10 +35,10 @@ class Stamps:
 
 
 class Hop:
-    """An extent in memory. `raw` is its life in the index, `life` the same with this process's own uses.
+    """An extent as this process knows it. `raw` is its life in the index, `life` the same with this process's own uses.
 
     place: 8 bytes. last: key prefix of its last block. approx: whether its blocks are the result of a bounded replay
-    somewhere before them. epoch: of the cache, when the index was last seen to be as is said here.
+    somewhere before them. epoch: of the cache, when the index was last seen to be as is said here; -1 for never.
     """
 
     __slots__ = ("approx", "epoch", "last", "life", "place", "raw")
@@ -57,7 +58,9 @@ Hops: TypeAlias = list[tuple[Hop, int]]
 
 @dataclass(slots=True)
 class Walked:
-    """The extents that hold a prompt's blocks from some block on without a gap; `end` is the block after them. A value.
+    """The extents that hold a prompt's blocks from some block on without a gap; `end` is the block after them.
+
+    Not to be changed: who asks the same next gets this object.
 
     exact: the first block of an approximate extent, `end` if there is none.
     """
@@ -67,7 +70,7 @@ class Walked:
     hops: Hops = field(default_factory=list)
 
 
-class LifeCache:
+class ExtentCache:
     """Extents by place, and which of them hold uses the index has not seen. Not thread-safe.
 
     The index stays the truth for how many blocks an extent has; uses merge by max in either direction, so that
@@ -84,14 +87,16 @@ class LifeCache:
         self._snapshot = -1
         """The write transaction whose outcome this is."""
         self._asked: tuple[bytes, int, int, int | None] = (b"", 0, 0, None)
+        """(key blob, first block, blocks, epoch) of the last walk."""
         self._walked = Walked(0, 0)
-        """What the last walk was asked, and its answer: a commit often follows its lookup."""
+        """Its answer: a commit often follows its lookup."""
 
     def walk(self, txn: IndexTxn, blob: bytes, block: int, blocks: int) -> Walked:
         """Follow a prompt's key blob from block `block` to the first one that no extent holds.
 
         Chained keys: equal last prefixes imply that all before are equal, so one compare usually settles a hop.
         """
+        self._make_room()
         epoch = self._epoch_of(txn)
         asked = (blob, block, blocks, epoch)
         if asked == self._asked:
@@ -145,8 +150,6 @@ class LifeCache:
         """The extent at `place`, whose life in the index is `raw`, with this process's own uses."""
         hop = self._hops.get(place)
         if hop is None:
-            if len(self._hops) >= _KEPT:
-                self._shrink()
             hop = self._hops[place] = Hop(place, raw, Life.decode(raw))
         elif hop.raw != raw:
             life = Life.decode(raw)
@@ -156,15 +159,14 @@ class LifeCache:
             hop.raw, hop.life, hop.epoch = raw, life, -1
         return hop
 
-    def add(self, extent: Extent, life: Life, raw: bytes) -> None:
+    def note_stored(self, extent: Extent, life: Life, raw: bytes) -> None:
         """Note an extent that was just stored, with the life that the index has of it."""
         place = PLACE.pack(extent.segment, extent.first_slot)
         hop = Hop(place, raw, life)
         hop.last = extent.prefixes[-PREFIX_BYTES:]
         hop.approx = extent.origin != 0
         hop.epoch = self._epoch
-        if len(self._hops) >= _KEPT:
-            self._shrink()
+        self._make_room()
         self._hops[place] = self._firsts[life.first] = hop
 
     def use(self, hop: Hop, class_id: int, upto: int, stamp: int) -> None:
@@ -172,7 +174,7 @@ class LifeCache:
         hop.life.use(class_id, upto, stamp)
         self._dirty.add(hop.place)
 
-    def use_whole(self, hops: Hops, class_id: int, stamp: int) -> None:
+    def use_walk(self, hops: Hops, class_id: int, stamp: int) -> None:
         """Record one use over the extents of a walk, as many blocks of each as used, `stamp` newer than any before."""
         for hop, count in hops:
             every = hop.life.steps
@@ -201,7 +203,7 @@ class LifeCache:
                     continue
                 hop = self.get(place, raw)
             encoded = hop.life.encode()
-            txn.put_uses(place, encoded)
+            txn.put_raw_life(place, encoded)
             written.append((hop, encoded))
 
         def settle(committed: bool) -> None:
@@ -216,7 +218,7 @@ class LifeCache:
 
         txn.endings.append(settle)
 
-    def written(self, txn: IndexTxn, committed: bool) -> None:
+    def ended(self, txn: IndexTxn, committed: bool) -> None:
         """Take note of a write transaction of this process that has ended: an index watcher."""
         if not committed:
             # A walk inside it may have read what is not so.
@@ -244,9 +246,13 @@ class LifeCache:
         if hop is not None and self._firsts.get(hop.life.first) is hop:
             del self._firsts[hop.life.first]
 
-    def _shrink(self) -> None:
+    def _make_room(self) -> None:
+        """Forget extents if there are many. Not in the midst of a walk: its uses would go to what nobody writes."""
+        if len(self._hops) < max(_MOST_EXTENTS, 2 * len(self._dirty)):
+            return
         self._hops = {place: self._hops[place] for place in self._dirty if place in self._hops}
         self._firsts = {}
+        self._asked = (b"", 0, 0, None)
 
 
 def _agreeing(record: bytes, blob: bytes, count: int) -> int:

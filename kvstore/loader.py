@@ -23,7 +23,7 @@ _FIRST_READ_BYTES = 256 << 10
 """Bytes of a load's first read, so that who streams it can begin."""
 _EARLY_READ_BYTES = 512 << 10
 """Bytes of the reads that go out with it."""
-MAX_COPY_BYTES = 4 << 20
+_MAX_COPY_BYTES = 4 << 20
 """Bytes of one copy from memory: enough that what it costs beside them (10 us) is little, and so few that no thread
 waits long for the last one, nor is a load late by more than one takes."""
 _CUT = "cut"
@@ -45,7 +45,7 @@ class Wanted:
 
 
 class BlockLoader:
-    """Thread-safe."""
+    """Loads blocks whose places a lookup found, and deals with those that fail. Thread-safe."""
 
     def __init__(
         self, *, index: Index, blocks: BlockStore, reader: BlockReader, cache: BlockCache, codec: BlockCodec,
@@ -60,7 +60,7 @@ class BlockLoader:
         self._max_slots = max(1, MAX_READ_BYTES // codec.slot_bytes)
         first, early = (max(1, nbytes // codec.slot_bytes) for nbytes in (_FIRST_READ_BYTES, _EARLY_READ_BYTES))
         self._ramp = (first, *[early] * (reader.threads - 1))
-        self._max_copied = max(1, MAX_COPY_BYTES // codec.slot_bytes)
+        self._max_copied = max(1, _MAX_COPY_BYTES // codec.slot_bytes)
 
     def stream(self, wanted: Wanted, rows: Rows, lent: Lent | None, deadline_s: float) -> Iterator[int]:
         """Yield how many leading rows hold verified blocks, each time that grows. Row 0 is block `wanted.first`.
@@ -104,8 +104,8 @@ class BlockLoader:
             end = reads[len(known)].block if len(known) < len(reads) else sum(span.count for span in rest)
 
             def check(first: int, found: Rows) -> list[str | None]:
-                frames = self._codec.frames(wanted.chain, base + first, len(found))
-                reasons = self._codec.mismatches(found, frames)
+                expected = self._codec.expected_trailers(wanted.chain, base + first, len(found))
+                reasons = self._codec.mismatches(found, expected)
                 whole = next((i for i, reason in enumerate(reasons) if reason is not None), len(reasons))
                 loan.keep(first, found[:whole])
                 return reasons

@@ -28,11 +28,12 @@ Rows = npt.NDArray[np.uint8]
 MAX_READ_BYTES = 1 << 20
 """Bytes of one read: larger ones gain nothing on a local disk, and of the last ones little is left to verify."""
 _CHECKERS = 2
-"""Threads that verify at a time: more of them contend for the interpreter's lock, and are slower together."""
+"""Threads that verify at a time: more contend for the interpreter's lock, and are slower together. More do only when as
+many reads wait as there are threads, since each that waits may hold a stage."""
 LATE = "deadline"
 Check = Callable[[int, Rows], list[str | None]]
 """`check(i, rows)`: per row, why it is not block i, i + 1, ... of the plan, or None where it is. On any thread."""
-_RAISED = "backend raised"
+_RAISED = "raised"
 _ERRNOS = frozenset(errno.errorcode.values())
 
 
@@ -49,8 +50,8 @@ class Span:
 def plan_reads(spans: Sequence[Span], *, ramp: Sequence[int], max_slots: int) -> tuple[Span, ...]:
     """Join spans that continue each other in the file and in the prompt, then cut them to `max_slots` each.
 
-    ramp: the most slots of the first reads, which go out together: who streams a load waits for the first one, and a
-    device may answer none of them before all are done.
+    ramp: the most slots of the first reads, small ones: who streams a load can begin with the first, and a device may
+    answer none of several reads before all of them are done.
 
     Holes are not read over: on a local disk four reads in flight hide what a call costs (0.02 ms), and the bytes of one
     large slot take longer than that.
@@ -181,12 +182,12 @@ class _Read:
 
     __slots__ = ("got", "job", "rows", "span", "stage")
 
-    def __init__(self, job: _Job, span: Span, stage: Lent | None, got: int, rows: Rows | None = None) -> None:
+    def __init__(self, job: _Job, span: Span, stage: Lent | None, got: int, rows: Rows) -> None:
         self.job = job
         self.span = span
         self.stage = stage
         self.got = got
-        self.rows = job.rows if rows is None else rows
+        self.rows = rows
 
     def release(self) -> None:
         if self.stage is not None:
@@ -209,6 +210,7 @@ class BlockReader:
         self._lock = threading.Lock()
         self._unchecked: deque[_Read] = deque()
         self._checking = 0
+        """Threads verifying now."""
         self._abandoned: list[_Job] = []
         """Jobs nobody waits for any more whose reads may still write into their rows."""
 
@@ -313,8 +315,11 @@ class BlockReader:
             del task
 
     def _serve(self, job: _Job, span: Span, name: str, until: float) -> None:
+        if job.cancelled:
+            self._end(job, span, [LATE] * span.count)
+            return
         try:
-            read = _Read(job, span, None, -errno.ETIMEDOUT) if job.cancelled else self._read(job, span, name, until)
+            read = self._read(job, span, name, until)
         except Exception as error:  # noqa: BLE001  a backend's fault is that read's miss, never the thread's end
             self._end(job, span, [f"{_RAISED} {error!r}"] * span.count)
             return
@@ -340,7 +345,7 @@ class BlockReader:
                 read = self._unchecked.popleft()
             try:
                 reasons = self._check(read)
-            except Exception as error:  # noqa: BLE001  see above
+            except Exception as error:  # noqa: BLE001  a check that fails is its blocks' miss, never the thread's end
                 reasons = [f"{_RAISED} {error!r}"] * read.span.count
             read.release()
             self._end(read.job, read.span, reasons)

@@ -15,12 +15,11 @@ from duokv.kvstore.clock import Clock
 from duokv.kvstore.events import BlocksEvicted, Degraded, Event, SpaceFreed
 from duokv.kvstore.extent import Life
 from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
-from duokv.kvstore.lives import LifeCache
+from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
 from duokv.kvstore.segment import parse_name
 
-_LEAVES_FIRST: tuple[Reason, ...] = ("expired", "capacity")
 _AT_ONCE = 256
 """Extents looked at in one transaction of expiry, some milliseconds."""
 _QUEUE_KEPT_S = 60.0
@@ -38,14 +37,16 @@ class Freed:
 
 
 class Reclaimer:
-    """Decides what goes, lets go of it in the index, and frees its bytes. Under the block store's write lock.
+    """Decides what goes, lets go of it in the index, and frees its bytes.
+
+    All but `build_queue` is called under the block store's write lock, that one by any thread.
 
     lose: gives up a segment of this process whose file is gone.
     """
 
     def __init__(
         self, *, index: Index, backend: Backend, slot_bytes: int, clock: Clock, emit: Callable[[Event], None],
-        cache: LifeCache, state: threading.RLock, lose: Callable[[int], None],
+        cache: ExtentCache, state: threading.RLock, lose: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._index = index
         self._backend = backend
@@ -64,6 +65,7 @@ class Reclaimer:
         self._queue_built = (0, 0.0)
         """Extents that others had stored when the queue was built, and when that was (monotonic seconds)."""
         self._stored = 0
+        """Extents this process stored: what the index counts beyond them is of others."""
 
     def note_stored(self, place: int, life: Life) -> None:
         """Take a new extent of this process into account."""
@@ -72,8 +74,8 @@ class Reclaimer:
             if queue is not None:
                 queue.add(place, life)
 
-    def prepare(self, policy: Policy) -> None:
-        """Put all extents in order, if that is to be done. Lookups go on meanwhile, commits unless they need it."""
+    def build_queue(self, policy: Policy) -> None:
+        """Order all extents by age and deadline, unless that is up to date. Lookups go on meanwhile."""
         with self._preparing:
             with ExitStack() as reading:
                 with self._state:
@@ -93,8 +95,8 @@ class Reclaimer:
     def reclaim(self, need: int, policy: Policy, *, before_stamp: int) -> int:
         """Delete expired blocks, then the least recently used until `need` blocks are free; returns blocks freed."""
         gone = 0
-        while (plan := self._expire_some(policy)) is not None:
-            gone += plan.freed
+        while (expired := self.expire_some(policy)) is not None:
+            gone += expired
         freed = Freed()
         with self._state, self._index.write() as txn:
             self._cache.flush(txn)
@@ -112,13 +114,9 @@ class Reclaimer:
         self.release(freed)
         return gone
 
-    def expire(self, policy: Policy) -> bool:
-        """Delete some of the expired blocks; returns whether there may be more."""
-        return self._expire_some(policy) is not None
-
-    def _expire_some(self, policy: Policy) -> ReclaimPlan | None:
-        """Few at a time, since lookups wait meanwhile. None if there are none."""
-        self.prepare(policy)
+    def expire_some(self, policy: Policy) -> int | None:
+        """Delete expired blocks, few at a time since lookups wait meanwhile; how many, None if none was due."""
+        self.build_queue(policy)
         freed = Freed()
         with self._state:
             now_s = self._clock.wall()
@@ -132,13 +130,15 @@ class Reclaimer:
                 plan = self._victims(txn, policy).plan_expired(txn, now_s, most=_AT_ONCE)
                 self._apply(txn, plan, freed)
         self.release(freed)
-        return plan
+        return plan.freed
 
     def reset_queue(self) -> None:
         """Forget what was known of deadlines and ages (the policy or the index changed underneath)."""
         self._queue = self._next_queue = None
 
     def _victims(self, txn: IndexTxn, policy: Policy) -> VictimQueue:
+        # What a plan took from the queue is still there if its transaction fails.
+        txn.endings.append(lambda committed: None if committed else self.reset_queue())
         if self._queue is None or self._is_outdated(txn, policy):
             self._queue = VictimQueue.built(txn.lives(), policy)
             self._queue_built = (txn.stored() - self._stored, self._clock.monotonic())
@@ -158,6 +158,7 @@ class Reclaimer:
         freed = Freed()
         with self._state, self._index.write() as txn:
             self._cache.flush(txn)
+            txn.note_gaps()
             self._apply(txn, plan, freed)
         self.release(freed)
 
@@ -175,8 +176,6 @@ class Reclaimer:
         life = txn.life(cut.place)
         if life is None or life.n <= cut.keep:
             return 0
-        if cut.reason not in _LEAVES_FIRST:
-            txn.note_gaps()
         gone = life.n - cut.keep
         segment, slot = cut.place >> 32, cut.place & 0xFFFFFFFF
         if cut.keep:

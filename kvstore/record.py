@@ -26,7 +26,7 @@ _HEAD = struct.Struct("<4sBBHIIII")
 # magic, format, origin, class that stored it, payload bytes, stored at (s), chain position, geometry check
 _WORD = np.dtype("<u4")
 _KIND, _STORED = 1, 3
-# the words of the head that a reader does not know as a whole: format, origin and class; the time
+# The words of the head that the writer decides, so that a reader cannot expect them: format, origin, class; the time.
 _ALL = 0xFFFFFFFF
 _KNOWN = np.frombuffer(_HEAD.pack(b"\xff" * 4, 0xFF, 0, 0, _ALL, 0, _ALL, _ALL), _WORD)
 # the bits that it does
@@ -40,8 +40,8 @@ Row = npt.NDArray[np.uint8]
 """One slot in memory: `[slot_bytes]` uint8."""
 _Slots = npt.NDArray[np.uint8]
 """`[n, slot_bytes]` uint8, one after another in memory."""
-Frames = npt.NDArray[np.uint8]
-"""`[n, 624]` uint8: trailers up to their checksum; origin, class and time are zero."""
+Trailers = npt.NDArray[np.uint8]
+"""`[n, 624]` uint8: trailers to expect, without their checksum; origin, class and time are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class BlockCodec:
         self._checksum_at = geometry.slot_bytes - CHECKSUM_BYTES
         self._check = int.from_bytes(geometry.digest[:4], "little")
 
-    def frames(self, chain: Chain, first: int, count: int) -> Frames:
+    def expected_trailers(self, chain: Chain, first: int, count: int) -> Trailers:
         """What the trailers of `count` blocks of a prompt say, from block `first` on."""
         end = first + count
         out = np.empty((count, TRAILER_BYTES - CHECKSUM_BYTES), np.uint8)
@@ -103,30 +103,30 @@ class BlockCodec:
         out[:, _TOKENS_AT:] = ids.reshape(count, TOKEN_BYTES)
         return out
 
-    def frame(self, rows: _Slots, frames: Frames, origin: Origin, class_id: int, stored_at_s: int) -> None:
-        """Write all of these slots but payload and checksum; `close` comes after it."""
+    def write_trailers(self, rows: _Slots, trailers: Trailers, origin: Origin, class_id: int, stored_at_s: int) -> None:
+        """Write all of these slots but payload and checksum; `write_checksum` comes after it."""
         rows[:, self.payload_bytes : self._trailer_at] = 0
-        rows[:, self._trailer_at : self._checksum_at] = frames
+        rows[:, self._trailer_at : self._checksum_at] = trailers
         head = self._heads(rows)
         head[:, _KIND] = FORMAT | origin << 8 | class_id << 16
         head[:, _STORED] = stored_at_s & 0xFFFFFFFF
 
-    def close(self, row: Row) -> None:
-        """Write the checksum of a slot that has its frame and its payload."""
+    def write_checksum(self, row: Row) -> None:
+        """Write the checksum of a slot that has its trailer and its payload."""
         row[self._checksum_at :] = np.frombuffer(self._checksum(row), np.uint8)
 
     def seal(self, row: Row, identity: BlockIdentity, origin: Origin, class_id: int, stored_at_s: int) -> None:
         """Make a whole slot of `row`, whose first `payload_bytes` are the payload."""
-        frame = np.frombuffer(self._head(identity.chain_pos) + identity.packed(), np.uint8)
-        self.frame(row[None], frame[None], origin, class_id, stored_at_s)
-        self.close(row)
+        trailer = np.frombuffer(self._head(identity.chain_pos) + identity.packed(), np.uint8)
+        self.write_trailers(row[None], trailer[None], origin, class_id, stored_at_s)
+        self.write_checksum(row)
 
-    def mismatches(self, rows: _Slots, frames: Frames) -> list[str | None]:
-        """Per row why it is not the whole block that its frame asks for, or None where it is."""
+    def mismatches(self, rows: _Slots, expected: Trailers) -> list[str | None]:
+        """Per row why it is not the whole block whose trailer is expected, or None where it is."""
         trailers = rows[:, self._trailer_at : self._checksum_at]
-        known = (self._heads(rows) ^ frames[:, :_KEY_AT].view(_WORD)) & _KNOWN
-        if known.any() or not np.array_equal(trailers[:, _KEY_AT:], frames[:, _KEY_AT:]):
-            return [self._mismatch(row, frame.tobytes()) for row, frame in zip(rows, frames, strict=True)]
+        known = (self._heads(rows) ^ expected[:, :_KEY_AT].view(_WORD)) & _KNOWN
+        if known.any() or not np.array_equal(trailers[:, _KEY_AT:], expected[:, _KEY_AT:]):
+            return [self._mismatch(row, wanted.tobytes()) for row, wanted in zip(rows, expected, strict=True)]
         # What follows is most of the work: one pass over the bytes, and little else.
         digest, end, size = xxhash.xxh3_128_digest, self._checksum_at, self.slot_bytes
         flat = rows.reshape(-1).data
@@ -135,7 +135,7 @@ class BlockCodec:
             for at in range(0, len(flat), size)
         ]
 
-    def _mismatch(self, row: Row, frame: bytes) -> str | None:
+    def _mismatch(self, row: Row, expected: bytes) -> str | None:
         trailer = row[self._trailer_at :].tobytes()
         if trailer[: _HEAD.size] == bytes(_HEAD.size):
             return "no trailer"
@@ -144,7 +144,7 @@ class BlockCodec:
             return "not a slot of this format"
         if payload_bytes != self.payload_bytes or check != self._check:
             return "another geometry"
-        if trailer[_CHAIN_AT:-CHECKSUM_BYTES] != frame[_CHAIN_AT:]:
+        if trailer[_CHAIN_AT:-CHECKSUM_BYTES] != expected[_CHAIN_AT:]:
             return "another block"
         if trailer[-CHECKSUM_BYTES:] != self._checksum(row):
             return "checksum"

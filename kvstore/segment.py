@@ -99,6 +99,8 @@ class SegmentWriter:
         self._reserved = 0
         self._sealed: int | None = None
         self._entries: list[tuple[int, Extent]] = []
+        self._settled = 0
+        """Slots that are spoken for: published, or given back after all. A place is never used twice."""
         self._writer: Writer = backend.create(self.name, 0)
 
     @property
@@ -136,8 +138,8 @@ class SegmentWriter:
         return grown
 
     def forget_unpublished(self) -> None:
-        """Give up slots that were taken but not published; only before sealing."""
-        self.next_slot = max((extent.first_slot + extent.blocks for _, extent in self._entries), default=0)
+        """Take slots back that were taken and then neither published nor given back; only before sealing."""
+        self.next_slot = self._settled
 
     def take(self, slots: int) -> int:
         """Give out the next `slots` slots; returns the first."""
@@ -153,6 +155,11 @@ class SegmentWriter:
     def publish(self, extent: Extent, stamp: int) -> None:
         """Note an extent for the footer."""
         self._entries.append((stamp, extent))
+        self.settle(extent.first_slot + extent.blocks)
+
+    def settle(self, upto: int) -> None:
+        """Note that the slots before `upto` are not to be taken again."""
+        self._settled = max(self._settled, upto)
 
     def sync(self) -> None:
         """Make the slots written so far durable."""

@@ -16,10 +16,10 @@ from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.events import BlocksEvicted, Degraded, Event, StoreFailed
-from duokv.kvstore.extent import PLACE, Extent, Life
+from duokv.kvstore.extent import PLACE, PREFIX_BYTES, Extent, Life
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
-from duokv.kvstore.lives import LifeCache
+from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaimer import Freed, Reclaimer
 from duokv.kvstore.segment import SegmentWriter, footer_reserve
@@ -38,7 +38,7 @@ class Allocation:
 
 
 class Space:
-    """Allocates slots and seals what is full. Not thread-safe; `state` guards the life cache it shares with lookups."""
+    """Allocates slots and seals what is full. Not thread-safe; `state` guards the extent cache shared with lookups."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Space:
         clock: Clock,
         emit: Callable[[Event], None],
         writer_id: str,
-        cache: LifeCache,
+        cache: ExtentCache,
         state: threading.RLock,
     ) -> None:
         self._index = index
@@ -193,8 +193,9 @@ class Space:
             freed.lost.add(writer.number)
             return False
         raw = life.encode()
+        self.displace(txn, extent, freed)
         txn.put_extent(extent)
-        txn.put_uses(PLACE.pack(extent.segment, extent.first_slot), raw)
+        txn.put_raw_life(PLACE.pack(extent.segment, extent.first_slot), raw)
         info.used = max(info.used, extent.first_slot + extent.blocks)
         info.live += extent.blocks
         txn.put_segment(writer.number, info)
@@ -202,14 +203,25 @@ class Space:
         def settle(committed: bool) -> None:
             if committed:
                 writer.publish(extent, stamp)
-                self._cache.add(extent, life, raw)
+                self._cache.note_stored(extent, life, raw)
                 self.reclaimer.note_stored(extent.place, life)
 
         txn.endings.append(settle)
         return True
 
+    def displace(self, txn: IndexTxn, extent: Extent, freed: Freed) -> None:
+        """Let go of an extent that nothing reaches any more and whose first block's entry another is about to take."""
+        old = txn.extent(extent.prefixes[:PREFIX_BYTES])
+        life = None if old is None or old.place == extent.place else txn.life(old.place)
+        if old is not None and life is not None:
+            txn.note_gaps()
+            txn.drop_life(old.place)
+            self.reclaimer.unlive(txn, old.segment, [(old.first_slot, life.n)], freed)
+
     def discard(self, txn: IndexTxn, writer: SegmentWriter, slot: int, count: int, freed: Freed) -> None:
-        """Give back slots that were written for nothing."""
+        """Give back slots that were written for nothing; they are not taken again, as copies of them may be about."""
+        if count:
+            txn.endings.append(lambda committed: writer.settle(slot + count) if committed else None)
         info = self._counted(txn, writer) if count and self._backend.can_punch else None
         if info is not None:
             info.allocated -= count * self._slot

@@ -20,7 +20,7 @@ _STAGES = 3
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where a commit's bytes come from: `fill(block, rows)` copies the payloads of blocks `block`.. into slots' heads.
+    """Where a commit's bytes come from: `fill(block, rows)` copies the payloads of blocks `block`.. into rows' heads.
 
     sealed: told (place, first block, rows) of slots that are about to be written; none is published yet, and some may
     not be written after all.
@@ -33,7 +33,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`count` consecutive slots of a segment from `slot` on, for blocks from `block` on."""
+    """Slots for a run of blocks: `count` of a segment from `slot` on, for blocks from `block` on."""
 
     writer: SegmentWriter
     slot: int
@@ -66,7 +66,7 @@ _Outcome = tuple[Chunk, BaseException | None]
 
 
 def plan_chunks(pieces: Iterable[Piece], *, slot_bytes: int) -> list[Chunk]:
-    """Cut pieces of an allocation into chunks to be written, the first of many a small one so that writing begins."""
+    """Cut pieces into chunks to be written, the first of many a small one, so that writing begins soon."""
     most = _slots_per_write(slot_bytes)
     pieces = tuple(pieces)
     size = most if sum(piece.count for piece in pieces) <= most else max(1, most // 4)

@@ -297,7 +297,7 @@ class KVStore:
         self.blocks.maintain(clock_jumped=jumped)
 
     def flush(self) -> None:
-        """Make all commits so far survive power loss."""
+        """Make all commits so far survive power loss. OSError if that fails: that segment's blocks are given up."""
         self._check_open()
         self.blocks.flush()
 

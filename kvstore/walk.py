@@ -7,7 +7,7 @@ from typing import Literal
 
 from duokv.kvstore.extent import PLACE, Cutoffs
 from duokv.kvstore.index import IndexTxn
-from duokv.kvstore.lives import Hop, Hops, LifeCache
+from duokv.kvstore.lives import ExtentCache, Hop, Hops
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.reader import Span
 
@@ -63,13 +63,13 @@ class CommitWalk:
     replace: list[tuple[Hop, int, int, int]] = field(default_factory=list)
     present: int = 0
 
-    def repeated(self, txn: IndexTxn, cache: LifeCache) -> CommitWalk:
+    def repeated(self, txn: IndexTxn, cache: ExtentCache) -> CommitWalk:
         """The same walk as of `txn`."""
         return walk_for_commit(txn, cache, self.blob, self.blocks, self.first, self.origin)
 
 
 def walk_for_commit(
-    txn: IndexTxn, cache: LifeCache, blob: bytes, blocks: int, first: int, origin: Origin
+    txn: IndexTxn, cache: ExtentCache, blob: bytes, blocks: int, first: int, origin: Origin
 ) -> CommitWalk:
     """Find what is stored of a prompt's first `blocks` blocks, and what a commit from block `first` on must write."""
     walk = CommitWalk(blob, blocks, first, origin, txn.snapshot)

@@ -20,6 +20,7 @@ _GENERATED_DAYS = 14.0
 _GENERATED_A_DAY = 500.0
 _KEEP = "prompt-and-output-end+hit-boundary"
 _PAYLOADS: tuple[Literal["none", "real"], ...] = ("none", "real")
+_KEYS: tuple[Literal["memo", "hashed"], ...] = ("memo", "hashed")
 
 
 def simulate(  # noqa: PLR0913, PLR0917  one argument an option
@@ -45,6 +46,9 @@ def simulate(  # noqa: PLR0913, PLR0917  one argument an option
     payload: Annotated[
         str, typer.Option(metavar="none|real", help="Keep no bytes, or write, read and verify them.")
     ] = "none",
+    keys: Annotated[
+        str, typer.Option(metavar="memo|hashed", help="Hash a block once, or in every prompt as engines do.")
+    ] = "memo",
     geometry: Annotated[str, typer.Option(metavar="NAME", help="Sizes of blocks and states.")] = "deepseek-v4.1-flash",
     limit: Annotated[str, typer.Option(metavar="N|unbounded", help="Requests to run.")] = "unbounded",
     as_json: JsonOption = False,
@@ -65,6 +69,7 @@ def simulate(  # noqa: PLR0913, PLR0917  one argument an option
         keep_hit_boundary=boundary,
         keep_rows=keep_rows,
         payload=choice("--payload", payload, _PAYLOADS),
+        keys=choice("--keys", keys, _KEYS),
     )
     simulation = Simulation(options)
     most = None if limit == "unbounded" else parse_count(limit)

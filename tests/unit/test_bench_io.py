@@ -40,9 +40,7 @@ def test_the_main_figures(disk: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert not list(disk.iterdir())
 
 
-def test_the_sweeps(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_sweeps(disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (disk / "here").mkdir()
     monkeypatch.chdir(disk / "here")
     swept = ["--slots", "8192,4096", "--batches", "1,2", "--threads", "1", "--index", "0,34", "--processes", "1"]

@@ -12,7 +12,7 @@ import pytest
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life, stamp_of
 from duokv.kvstore.index import Index, IndexTxn
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.lives import LifeCache, Walked
+from duokv.kvstore.lives import ExtentCache, Walked
 from duokv.kvstore.origin import Origin
 
 CLASS = 1
@@ -32,14 +32,14 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.index = Index(folder, map_bytes=1 << 24)
-        self.cache = LifeCache()
+        self.cache = ExtentCache()
         self.index.watch(self.tell)
         self.asked = 0
         self.telling = True
 
     def tell(self, txn: IndexTxn, committed: bool) -> None:
         if self.telling:
-            self.cache.written(txn, committed)
+            self.cache.ended(txn, committed)
 
     @contextmanager
     def others(self) -> Iterator[IndexTxn]:
@@ -197,7 +197,7 @@ def test_the_first_approximate_block_is_named(place: Place) -> None:
 def test_uses_survive_that_others_wrote(place: Place) -> None:
     blob = chain(7)
     first, _ = two_extents(place, blob)
-    place.cache.use_whole(place.walk(blob).hops, CLASS, NOW + 5)
+    place.cache.use_walk(place.walk(blob).hops, CLASS, NOW + 5)
     with place.others() as txn:
         life = txn.life(first.place)
         assert life is not None

@@ -37,7 +37,7 @@ def mismatch(row: Row, asked: BlockIdentity) -> str | None:
     blob = b"o" * 32 * (at - 1) + asked.parent + asked.key + b"o" * 32
     ids = bytes(512) * at + asked.ids + bytes(512)
     chain = Chain(asked.namespace, blob, ids)
-    return CODEC.mismatches(row[None], CODEC.frames(chain, at, 1))[0]
+    return CODEC.mismatches(row[None], CODEC.expected_trailers(chain, at, 1))[0]
 
 
 def test_the_trailer_lies_where_the_format_says() -> None:
@@ -131,10 +131,10 @@ def identity(block: int) -> BlockIdentity:
 def together(first: int, count: int) -> npt.NDArray[np.uint8]:
     """Blocks of the chain, sealed as a commit does it."""
     rows = np.full((count, 4096), 0xEE, np.uint8)
-    CODEC.frame(rows, CODEC.frames(CHAIN, first, count), Origin.APPROX, 0xABCD, (1 << 32) + 5)
+    CODEC.write_trailers(rows, CODEC.expected_trailers(CHAIN, first, count), Origin.APPROX, 0xABCD, (1 << 32) + 5)
     for row in rows:
         row[:3000] = PAYLOAD
-        CODEC.close(row)
+        CODEC.write_checksum(row)
     return rows
 
 
@@ -146,14 +146,14 @@ def test_slots_that_are_sealed_together_are_as_those_sealed_one_by_one(first: in
         one[:3000] = PAYLOAD
         CODEC.seal(one, identity(first + i), Origin.APPROX, 0xABCD, 5)
         assert (row == one).all()
-    assert CODEC.mismatches(rows, CODEC.frames(CHAIN, first, count)) == [None] * count
+    assert CODEC.mismatches(rows, CODEC.expected_trailers(CHAIN, first, count)) == [None] * count
 
 
 @given(st.integers(0, 4), st.integers(0, 8 * 4096 - 1))
 def test_no_flipped_bit_of_one_among_many_goes_unseen(row: int, bit: int) -> None:
     rows = together(0, 5)
     rows[row, bit // 8] ^= 1 << bit % 8
-    found = CODEC.mismatches(rows, CODEC.frames(CHAIN, 0, 5))
+    found = CODEC.mismatches(rows, CODEC.expected_trailers(CHAIN, 0, 5))
     assert [i for i, reason in enumerate(found) if reason is not None] == [row]
 
 
@@ -161,5 +161,5 @@ def test_blocks_in_each_others_slots_are_refused_and_only_those() -> None:
     rows = together(0, 5)
     rows[[1, 3]] = rows[[3, 1]]
     rows[4] = 0
-    frames = CODEC.frames(CHAIN, 0, 5)
+    frames = CODEC.expected_trailers(CHAIN, 0, 5)
     assert CODEC.mismatches(rows, frames) == [None, "another block", None, "another block", "no trailer"]
