@@ -225,11 +225,10 @@ def _about(found: Serving) -> str:
         f"A decode step of {BATCH} rows takes {found.bookkeeping.step_ms:.1f} ms of CPU ({found.bookkeeping.steps:,} "
         f"measured). Storing and leasing a window takes {small.life_us:.1f} us among {small.windows:,}, "
         f"{large.life_us:.1f} us among {large.windows:,} ({sum(one.lives for one in found.arenas):,} measured). "
-        "memcpy: "
-        f"{speeds}. first_token_vs_max: the fastest first token by the fastest of what it waits for; the others are "
-        "medians. bookkeeping_share: the store's and the engine's own work in a step; swa_cost_growth: a window's "
-        "time in "
-        "the largest arena by that in the smallest; to_slots, from_slots: copies between rows and block slots"
+        f"memcpy: {speeds}. first_token_vs_max: the fastest first token by the fastest of what it waits for; the "
+        "others are medians. bookkeeping_share: the store's and the engine's own work in a step; swa_cost_growth: a "
+        "window's time in the largest arena by that in the smallest; to_slots, from_slots: copies between rows and "
+        "block slots"
     )
 
 

@@ -227,8 +227,10 @@ class Recovery:
             entries = [(stamp, extent) for stamp, extent in footer.entries if extent.segment == number]
             sealed, used = True, footer.used
         parts = [part for entry in entries for part in self._parts(*entry, checkpoint)]
-        ends = [(extent, life.n - 1) for extent, life in parts] if sealed else []
-        whole = self._have_trailers(file, ends) if sealed else [True] * len(parts)
+        # A scan has seen each slot that it names.
+        whole = [True] * len(parts)
+        if sealed:
+            whole = self._have_trailers(file, [(extent, life.n - 1) for extent, life in parts])
         for (extent, life), is_whole in zip(parts, whole, strict=True):
             if not is_whole:
                 life.cut(self._present(file, extent, life.n - 1))

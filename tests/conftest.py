@@ -25,3 +25,17 @@ def data_dir() -> Path:
     if not path.is_dir():
         pytest.fail(f"DUOKV_DATA={value!r} is not a folder; point it at the one that holds traces/, or unset it")
     return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A folder that can be measured."""
+    # Here, as most tests need no benchmark.
+    from duokv.bench.io_limits import check_disk
+    from duokv.kvstore.errors import UsageError
+
+    try:
+        check_disk(tmp_path, 0)
+    except UsageError as error:
+        pytest.skip(str(error))
+    return tmp_path

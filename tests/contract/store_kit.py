@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,18 @@ class Hands:
     @property
     def clock(self) -> Clock:
         return Clock(wall=lambda: self.now, monotonic=lambda: self.now)
+
+
+class Meanwhile(threading.Event):
+    """What happens elsewhere while a backend operation is under way."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self._action = action
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._action()
+        return True
 
 
 def prompt(path: Sequence[int], tail: int = 1) -> list[int]:

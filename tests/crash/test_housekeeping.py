@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -15,6 +13,7 @@ from store_kit import (
     NS,
     SLOT,
     Hands,
+    Meanwhile,
     census,
     check_space,
     config,
@@ -35,18 +34,6 @@ from duokv.kvstore.operation import evict, plan_expired
 from duokv.kvstore.reclaim import VictimQueue
 from duokv.kvstore.store import Commit
 from duokv.kvstore.verification import verify
-
-
-class Meanwhile(threading.Event):
-    """What happens while an operation of the backend is under way."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        super().__init__()
-        self._act = act
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._act()
-        return True
 
 
 def commit(

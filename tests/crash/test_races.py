@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from store_kit import (
     NS,
     SLOT,
     Hands,
+    Meanwhile,
     census,
     check_space,
     config,
@@ -32,18 +32,6 @@ from duokv.kvstore.store import Commit, KVStore
 A = (0, 0, 0, 0)
 LONG = (*A, 0, 0, 0)
 SIDE = (0, 0, 1, 1)
-
-
-class Meanwhile(threading.Event):
-    """What happens elsewhere while a backend operation is under way."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        super().__init__()
-        self._action = action
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._action()
-        return True
 
 
 class World:

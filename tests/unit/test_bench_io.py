@@ -7,27 +7,18 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
+from bench_kit import refusal
 
 from duokv.bench.io import main
 from duokv.bench.io_case import Case, Result, run_case, serve
-from duokv.bench.io_limits import check_disk, physical_bytes
+from duokv.bench.io_limits import physical_bytes
 from duokv.kvstore import KVStore
-from duokv.kvstore.errors import StoreError, UsageError
+from duokv.kvstore.errors import StoreError
 
 QUICK = (
     "cold_read_vs_device", "warm_read_vs_memcpy", "commit_vs_device", "write_amplification", "lookup_ms_77k", "open_s",
     "bytes_per_indexed_block",
 )  # fmt: skip
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    """A folder that can be measured."""
-    try:
-        check_disk(tmp_path, 0)
-    except UsageError as error:
-        pytest.skip(str(error))
-    return tmp_path
 
 
 def test_the_main_figures(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,12 +120,7 @@ def test_physical_bytes_are_what_is_on_the_device(tmp_path: Path) -> None:
     ],
 )
 def test_misuse_is_one_line(disk: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str) -> None:
-    try:
-        code: object = main([argument.format(disk=disk) for argument in arguments])
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(main, [argument.format(disk=disk) for argument in arguments], capsys)
     assert line.startswith("io: ")
     assert reason in line
     assert not list(disk.iterdir())

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench_kit import refusal
 
-from duokv.bench.io_limits import check_disk
 from duokv.bench.peer_serve import Action, Answer, Bench, Given, Rows, keys_of, serve, touched_rows
 from duokv.bench.peers import FOREIGN, LOCAL, main
 from duokv.bench.peers_case import KEPT, Figure, ForeignPeer, Limits, Part, Size, measure
 from duokv.bench.peers_local import Files, Wanted, local_worker
 from duokv.kvstore import CacheGeometry
-from duokv.kvstore.errors import StoreError, UsageError
+from duokv.kvstore.errors import StoreError
 
 TINY = Size(payload_bytes=3000, slot_bytes=4096, blocks=2, rounds=KEPT + 1, threads=1)
 PARTS = [Part("cold", 1), Part("cold", 2), Part("warm", 2), Part("put", 2), Part("lookup", 2), Part("tokens", 2)]
@@ -69,16 +69,6 @@ def open_peer(name, given):
         raise ModuleNotFoundError("No module named 'foreign'")
     return Fake(name, given)
 """
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    """A folder that can be measured."""
-    try:
-        check_disk(tmp_path, 0)
-    except UsageError as error:
-        pytest.skip(str(error))
-    return tmp_path
 
 
 @pytest.fixture
@@ -277,12 +267,7 @@ def test_no_two_blocks_have_one_key() -> None:
     ],
 )
 def test_misuse_is_one_line(disk: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str) -> None:
-    try:
-        code: object = main([argument.format(disk=disk) for argument in arguments])
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(main, [argument.format(disk=disk) for argument in arguments], capsys)
     assert line.startswith("peers: ")
     assert reason in line
     assert not list(disk.iterdir())

@@ -10,26 +10,14 @@ import pytest
 from pyarrow import parquet
 
 from duokv.bench import io, peers, results, scale, serving
-from duokv.bench.io_limits import check_disk
 from duokv.bench.io_report import Machine
 from duokv.bench.peers import FOREIGN, LOCAL
 from duokv.bench.results import Results, main, write
 from duokv.bench.scale_size import OPERATIONS
-from duokv.kvstore.errors import UsageError
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    """A folder that can be measured."""
-    try:
-        check_disk(tmp_path, 0)
-    except UsageError as error:
-        pytest.skip(str(error))
-    (tmp_path / "here").mkdir()
-    return tmp_path
 
 
 def measured(folder: Path) -> Results:
+    folder.mkdir()
     at = ["--folder", str(folder)]
     sizes = ["--slots", "4096", "--batches", "2", "--threads", "1", "--index", "0", "--processes", "1", "--pairs", "2"]
     served = ["--quick", "--rounds", "1", "--blocks", "3", "--steps", "8", "--windows", "10,20"]

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bench_kit import refusal
 
 from duokv.bench import serving_memory
-from duokv.bench.io_limits import check_disk
 from duokv.bench.serving import Figure, main
 from duokv.bench.serving_engine import FirstToken, FirstTokenCase, FirstTokens
 from duokv.bench.serving_memory import measure_arenas, measure_copies
 from duokv.engine.weights import load_model
 from duokv.kvstore import CacheGeometry, KVStore
-from duokv.kvstore.errors import StoreError, UsageError
+from duokv.kvstore.errors import StoreError
 
 FIGURES = (
     "first_token_vs_max", "bookkeeping_share", "swa_cost_growth", "swa_page_faults_median",
@@ -25,16 +25,6 @@ FIGURES = (
     "to_slots_vs_memcpy tiny", "from_slots_vs_memcpy tiny",
 )  # fmt: skip
 SMALL = ["--rounds", "1", "--blocks", "3", "--steps", "8", "--windows", "10,20"]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    """A folder that can be measured."""
-    try:
-        check_disk(tmp_path, 0)
-    except UsageError as error:
-        pytest.skip(str(error))
-    return tmp_path
 
 
 def small(disk: Path, *, slow: bool = False) -> FirstTokens:
@@ -133,12 +123,7 @@ def test_arenas_are_full_and_roll() -> None:
     ],
 )
 def test_misuse_is_one_line(disk: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str) -> None:
-    try:
-        code: object = main([argument.format(disk=disk) for argument in arguments])
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(main, [argument.format(disk=disk) for argument in arguments], capsys)
     assert line.startswith("serving: ")
     assert reason in line
     assert not list(disk.iterdir())

@@ -1,17 +1,14 @@
-"""Reading: plans of large reads, and verified rows in time or not at all."""
+"""Reading: verified rows in time or not at all."""
 
 from __future__ import annotations
 
 import errno
-import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from duokv.connectors.fs_faulty import Fail, Fault, FaultyBackend, Shorten, Stall
 from duokv.connectors.fs_memory import MemoryBackend
@@ -23,44 +20,6 @@ SLOT = 4096
 LONG_S = 600.0
 """A deadline nobody waits for."""
 SHORT_S = 0.05
-
-# Plans
-
-SPANS = st.lists(st.builds(Span, st.integers(1, 2), st.integers(0, 20), st.just(0), st.integers(1, 6)), max_size=6)
-
-
-def placed(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """(segment, slot, block) of every block."""
-    return [(span.segment, span.slot + i, span.block + i) for span in spans for i in range(span.count)]
-
-
-def continues(one: Span, other: Span) -> bool:
-    return (one.segment, one.slot + one.count, one.block + one.count) == (other.segment, other.slot, other.block)
-
-
-@given(SPANS, st.lists(st.integers(1, 8), max_size=4), st.integers(1, 8))
-def test_a_plan_reads_each_block_once_in_as_few_reads_as_it_may(
-    spans: list[Span], ramp: list[int], max_slots: int
-) -> None:
-    at = 0
-    for i, span in enumerate(spans):
-        spans[i] = Span(span.segment, span.slot, at, span.count)
-        at += span.count
-    reads = plan_reads(spans, ramp=ramp, max_slots=max_slots)
-    assert placed(reads) == placed(spans)
-    most = ramp + [max_slots] * len(reads)
-    assert all(1 <= read.count <= limit for read, limit in zip(reads, most, strict=False))
-    full = zip(itertools.pairwise(reads), most, strict=False)
-    assert all(one.count == limit for (one, other), limit in full if continues(one, other))
-
-
-def test_neighbours_in_the_file_but_not_in_the_prompt_are_read_apart() -> None:
-    apart = (Span(1, 0, 0, 2), Span(1, 2, 4, 2))
-    assert plan_reads(apart, ramp=(), max_slots=9) == apart
-    assert plan_reads((Span(1, 0, 0, 2), Span(1, 2, 2, 2)), ramp=(), max_slots=9) == (Span(1, 0, 0, 4),)
-
-
-# Reads
 
 
 def all_right(_: int, rows: Rows) -> list[str | None]:
@@ -99,7 +58,7 @@ class World:
         self, rows: Lent | Rows, reads: Sequence[Span], *, deadline_s: float = LONG_S, name: str = "seg/a"
     ) -> list[tuple[int, str | None]]:
         """Read and check that row i holds the slot that the plan says."""
-        slots = {block: slot for _, slot, block in placed(reads)}
+        slots = {span.block + i: span.slot + i for span in reads for i in range(span.count)}
 
         def check(first: int, rows: Rows) -> list[str | None]:
             return [None if (row == slots[first + i] + 1).all() else "another block" for i, row in enumerate(rows)]
