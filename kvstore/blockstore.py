@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import lmdb
+import msgspec
 import numpy as np
 
 from duokv.kvstore.backend import Backend
@@ -22,7 +22,7 @@ from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Degraded, Event, StoreFailed
 from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, stamp_of
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.index import Index, IndexTxn
+from duokv.kvstore.index import Index, WriteTxn
 from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.lives import ExtentCache, Stamps
 from duokv.kvstore.origin import Origin
@@ -39,7 +39,6 @@ from duokv.kvstore.walk import (
     Found,
     MissReason,
     Runs,
-    alive_lead,
     head_of_hops,
     head_of_runs,
     overlap,
@@ -47,8 +46,7 @@ from duokv.kvstore.walk import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True):
     """What became of a commit's blocks."""
 
     new: int
@@ -115,7 +113,7 @@ class BlockStore:
             reason: MissReason | None = None if found == blocks else "absent"
             if exact_only and exact < found:
                 held, found, reason = head_of_hops(held, exact), exact, "approx"
-            alive, part = alive_lead(held, Cutoffs(policy, now_s))
+            alive, part = self._cache.alive_lead(held, Cutoffs(policy, now_s))
             if alive < len(held):
                 expired, reason = held[alive][0], "expired"
                 held = held[:alive]
@@ -165,7 +163,7 @@ class BlockStore:
     def _renew(self, walk: CommitWalk, policy: Policy, class_id: int, stamp: int) -> None:
         held = walk.hops
         cutoffs = Cutoffs(policy, self._clock.wall())
-        alive, _ = alive_lead(held, cutoffs)
+        alive, _ = self._cache.alive_lead(held, cutoffs)
         for hop, count in held[alive:]:
             if hop.life.alive(cutoffs) < count:
                 self._cache.use(hop, BORN_CLASS, count, stamp)
@@ -241,7 +239,7 @@ class BlockStore:
             return False
         return True
 
-    def _replace(self, txn: IndexTxn, walk: CommitWalk, pieces: list[Piece], freed: Freed) -> list[tuple[int, Life]]:
+    def _replace(self, txn: WriteTxn, walk: CommitWalk, pieces: list[Piece], freed: Freed) -> list[tuple[int, Life]]:
         """Take approximate blocks out of the index where exact ones were written; the rest of their extent stays.
 
         Returns (first block, life) of what went: the exact blocks live on as long as those would have.
@@ -281,7 +279,7 @@ class BlockStore:
         return carried
 
     def _publish(
-        self, txn: IndexTxn, walk: CommitWalk, piece: Piece, class_id: int, stamp: int,
+        self, txn: WriteTxn, walk: CommitWalk, piece: Piece, class_id: int, stamp: int,
         carried: list[tuple[int, Life]], freed: Freed,
     ) -> int:  # fmt: skip
         """Make the blocks of written slots visible that are still wanted; returns how many."""
@@ -326,13 +324,11 @@ class BlockStore:
                 cutoffs = Cutoffs(policy, self._clock.wall())
                 until = stamp_of(self._clock.wall() + ttl_s)
                 held = 0
-                for hop, count in self._cache.walk(txn, blob, 0, blocks).hops:
-                    alive = min(count, hop.life.alive(cutoffs))
-                    if alive:
-                        self._cache.use(hop, PIN_CLASS, alive, until)
-                    held += alive
-                    if alive < count:
-                        break
+                hops = self._cache.walk(txn, blob, 0, blocks).hops
+                whole, part = self._cache.alive_lead(hops, cutoffs)
+                for hop, count in [*hops[:whole], *((hop, part) for hop, _ in hops[whole : whole + 1] if part)]:
+                    self._cache.use(hop, PIN_CLASS, count, until)
+                    held += count
             self.flush_uses()
         return held
 

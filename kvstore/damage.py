@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.index import IndexTxn, WriteTxn
 
 _KEPT = 1000
 _NAME = b"damage"
@@ -20,7 +20,7 @@ class Damage(msgspec.Struct, frozen=True):
     found_s: float
 
 
-def note_damage(txn: IndexTxn, damage: Damage) -> None:
+def note_damage(txn: WriteTxn, damage: Damage) -> None:
     """Add one finding; the oldest go beyond a thousand."""
     txn.put_meta(_NAME, msgspec.msgpack.encode([*damage_noted(txn), damage][-_KEPT:]))
 
@@ -31,6 +31,6 @@ def damage_noted(txn: IndexTxn) -> list[Damage]:
     return [] if raw is None else msgspec.msgpack.decode(raw, type=list[Damage])
 
 
-def clear_damage(txn: IndexTxn) -> None:
+def clear_damage(txn: WriteTxn) -> None:
     """Forget the findings."""
     txn.drop_meta(_NAME)

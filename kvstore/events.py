@@ -10,17 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Base of every event."""
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixLookedUp(Event):
+class Event(msgspec.Struct, frozen=True):
+    """Base of every event; immutable."""
+
+
+class PrefixLookedUp(Event, frozen=True):
     """One lookup in the index. `hit_tokens` + `miss_tokens` = the prompt's; `retry` marks a repeated request id."""
 
     traffic: str
@@ -30,8 +29,7 @@ class PrefixLookedUp(Event):
     retry: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksStored(Event):
+class BlocksStored(Event, frozen=True):
     """Blocks became visible: `new` written, `present` stored already, `dropped` for lack of space or a failure."""
 
     traffic: str
@@ -41,16 +39,14 @@ class BlocksStored(Event):
     bytes_written: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFailed(Event):
+class StoreFailed(Event, frozen=True):
     """A backend refused a write; the blocks of that commit were not published."""
 
     segment: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksLoaded(Event):
+class BlocksLoaded(Event, frozen=True):
     """Verified blocks reached the caller: `loaded` of `wanted`, the rest is a miss for `reason`.
 
     bytes_read: of those read from the backend. cached, bytes_cached: those that were copied from the block cache.
@@ -64,8 +60,7 @@ class BlocksLoaded(Event):
     bytes_cached: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BlockQuarantined(Event):
+class BlockQuarantined(Event, frozen=True):
     """A stored block did not verify and was taken out of the index."""
 
     key: bytes
@@ -74,62 +69,54 @@ class BlockQuarantined(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksEvicted(Event):
+class BlocksEvicted(Event, frozen=True):
     """Blocks left the index: past their deadline, for capacity, by an operator, or because their bytes were lost."""
 
     blocks: int
     reason: Literal["expired", "capacity", "operator", "lost", "corrupt", "replaced"]
 
 
-@dataclass(frozen=True, slots=True)
-class SpaceFreed(Event):
+class SpaceFreed(Event, frozen=True):
     """Physical bytes were given back to the file system."""
 
     segment: str
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClockJumped(Event):
+class ClockJumped(Event, frozen=True):
     """The wall clock moved by `seconds` between two passes; nothing was deleted in this one."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Degraded(Event):
+class Degraded(Event, frozen=True):
     """Something works less well than asked, and why (O_DIRECT refused, punch unsupported, index rebuilt)."""
 
     what: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WindowStored(Event):
+class WindowStored(Event, frozen=True):
     """An SWA window entered the arena under its boundary's key."""
 
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WindowEvicted(Event):
+class WindowEvicted(Event, frozen=True):
     """An SWA window left the arena."""
 
     key: bytes
     reason: Literal["capacity", "expired"]
 
 
-@dataclass(frozen=True, slots=True)
-class WindowLeased(Event):
+class WindowLeased(Event, frozen=True):
     """An SWA window was asked for."""
 
     key: bytes
     hit: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RequestServed(Event):
+class RequestServed(Event, frozen=True):
     """How the tokens of one request's prompt were come by; the four sum to its length."""
 
     traffic: str

@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Self, TypeAlias, cast
 
 import lmdb
 import msgspec
@@ -51,28 +50,26 @@ def segment_name(writer: str, number: int) -> str:
 
 
 class IndexTxn:
-    """One LMDB transaction over all tables."""
+    """One LMDB transaction over all tables: a snapshot, ended by leaving its `with` block."""
 
-    def __init__(self, index: Index, txn: lmdb.Transaction, *, writing: bool = False) -> None:
+    changed_places: Sequence[bytes] = ()
+    """8-byte places whose lives this transaction changed in a way the extent cache does not know."""
+    changed_firsts: Sequence[bytes] = ()
+    """First blocks whose entry this transaction set."""
+
+    def __init__(self, index: Index, txn: lmdb.Transaction) -> None:
         self._txn = txn
         # Opened without buffers=True, so values are bytes: copies that outlive the transaction.
         self._get = cast("Callable[[bytes, None, object], bytes | None]", txn.get)
         self._extents, self._lives, self._segments, self._meta = index.tables
-        self._writing = writing
-        self.snapshot: int = txn.id() - writing
+        self.snapshot: int = txn.id()
         """The write transaction, of any process, whose outcome this one sees."""
-        self.endings: list[Callable[[bool], None]] = []
-        """Called when a write transaction has ended, with whether it was committed: memory must not run ahead of it."""
-        self.wrote = False
-        """Whether anything was put. Deletes do not count: the extent cache then only reads the index again."""
-        self.changed_places: list[bytes] = []
-        """8-byte places whose lives changed in a way the extent cache does not know: forgotten if this commits."""
-        self.changed_firsts: list[bytes] = []
-        """First blocks whose entry this transaction set."""
-        self._infos: dict[int, SegmentInfo] = {}
-        self._before: dict[int, tuple[int, int]] = {}
-        self._put_infos: dict[int, SegmentInfo] = {}
-        self._stored = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._txn.abort()
 
     def record(self, prefix: bytes) -> bytes | None:
         """The raw record of the extent whose first block has this key prefix."""
@@ -91,6 +88,112 @@ class IndexTxn:
         raw = self._get(prefix, None, self._extents)
         return None if raw is None else Extent.decode(raw)
 
+    def extents(self) -> Iterator[Extent]:
+        """All extents, in order of key prefix."""
+        with self._txn.cursor(db=self._extents) as cursor:
+            for raw in cursor.iternext(keys=False, values=True):
+                yield Extent.decode(bytes(raw))
+
+    def stored(self) -> int:
+        """Extents ever stored, by any process: tells whether another one stored some since."""
+        return self._totals()[2]
+
+    def has_gaps(self) -> bool:
+        """Whether a stored block may be without its parent, so that nothing reaches it."""
+        return self.meta(b"gaps") is not None
+
+    def life(self, place: int) -> Life | None:
+        """The life of the extent at `place`."""
+        raw = self._get(PLACE.pack(place >> 32, place & 0xFFFFFFFF), None, self._lives)
+        return None if raw is None else Life.decode(raw)
+
+    def life_raw(self, place: bytes) -> bytes | None:
+        """A life's bytes, by the 8-byte place."""
+        return self._get(place, None, self._lives)
+
+    def lives(self, segment: int | None = None) -> Iterator[tuple[int, Life]]:
+        """All lives, or those of one segment, in order of place."""
+        with self._txn.cursor(db=self._lives) as cursor:
+            found = cursor.first() if segment is None else cursor.set_range(PLACE.pack(segment, 0))
+            while found:
+                key = cursor.key()
+                number, slot = PLACE.unpack(key)
+                if segment is not None and number != segment:
+                    return
+                yield number << 32 | slot, Life.decode(bytes(cursor.value()))
+                found = cursor.next()
+
+    def segment(self, number: int) -> SegmentInfo | None:
+        """A segment's record. Within a write transaction the same object each time."""
+        raw = self._get(number.to_bytes(4, "big"), None, self._segments)
+        return None if raw is None else msgspec.msgpack.decode(raw, type=SegmentInfo)
+
+    def segments(self) -> list[tuple[int, SegmentInfo]]:
+        """All segments in order of number."""
+        with self._txn.cursor(db=self._segments) as cursor:
+            return [(int.from_bytes(key, "big"), msgspec.msgpack.decode(raw, type=SegmentInfo)) for key, raw in cursor]
+
+    def totals(self) -> tuple[int, int]:
+        """(physical bytes allocated, live blocks) over all segments."""
+        return self._totals()[:2]
+
+    def _totals(self) -> tuple[int, int, int]:
+        raw = self.meta(b"totals")
+        return (0, 0, 0) if raw is None else _TOTALS.unpack(raw)
+
+    def peek_segment(self) -> int:
+        """The segment number to be handed out next."""
+        return int.from_bytes(self.meta(b"next_segment") or b"\x01", "little")
+
+    def meta(self, name: bytes) -> bytes | None:
+        """A store-wide value."""
+        return self._get(name, None, self._meta)
+
+    def meta_names(self, prefix: bytes) -> list[str]:
+        """What follows `prefix` in the names of store-wide values."""
+        with self._txn.cursor(db=self._meta) as cursor:
+            cursor.set_range(prefix)
+            names = map(bytes, cursor.iternext(keys=True, values=False))
+            return [name[len(prefix) :].decode() for name in itertools.takewhile(lambda n: n.startswith(prefix), names)]
+
+    def count_extents(self) -> int:
+        """Number of extents."""
+        return int(self._txn.stat(self._extents)["entries"])
+
+
+class WriteTxn(IndexTxn):
+    """The only write transaction of all processes; its `with` block commits it unless an exception leaves it."""
+
+    def __init__(self, index: Index, txn: lmdb.Transaction, watchers: Sequence[Watcher]) -> None:
+        super().__init__(index, txn)
+        self.snapshot -= 1
+        self._watchers = watchers
+        self.endings: list[Callable[[bool], None]] = []
+        """Called when the transaction has ended, with whether it was committed: memory must not run ahead of it."""
+        self.wrote = False
+        """Whether anything was put. Deletes do not count: the extent cache then only reads the index again."""
+        self.changed_places: list[bytes] = []
+        self.changed_firsts: list[bytes] = []
+        self._infos: dict[int, SegmentInfo] = {}
+        self._before: dict[int, tuple[int, int]] = {}
+        self._put_infos: dict[int, SegmentInfo] = {}
+        self._stored = 0
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        committed = False
+        try:
+            if kind is None:
+                with self._txn:
+                    self.settle()
+                committed = True
+            else:
+                self._txn.abort()
+        finally:
+            for watcher in self._watchers:
+                watcher(self, committed)
+            for ending in self.endings:
+                ending(committed)
+
     def put_extent(self, extent: Extent) -> None:
         """Store an extent under its first block."""
         first = extent.prefixes[:PREFIX_BYTES]
@@ -98,13 +201,8 @@ class IndexTxn:
         self.changed_firsts.append(first)
         self._stored += 1
 
-    def stored(self) -> int:
-        """Extents ever stored, by any process: tells whether another one stored some since."""
-        return self._totals()[2] + self._stored
-
-    def has_gaps(self) -> bool:
-        """Whether a stored block may be without its parent, so that nothing reaches it."""
-        return self.meta(b"gaps") is not None
+    def stored(self) -> int:  # noqa: D102
+        return super().stored() + self._stored
 
     def note_gaps(self) -> None:
         """Note that an extent went before what follows it in its chain. For ever, as later commits only fill gaps."""
@@ -125,15 +223,6 @@ class IndexTxn:
         self._txn.delete(key, db=self._lives)
         self.changed_places.append(key)
 
-    def life(self, place: int) -> Life | None:
-        """The life of the extent at `place`."""
-        raw = self._get(PLACE.pack(place >> 32, place & 0xFFFFFFFF), None, self._lives)
-        return None if raw is None else Life.decode(raw)
-
-    def life_raw(self, place: bytes) -> bytes | None:
-        """A life's bytes, by the 8-byte place."""
-        return self._get(place, None, self._lives)
-
     def put_life(self, place: int, life: Life) -> None:
         """Store a life."""
         key = PLACE.pack(place >> 32, place & 0xFFFFFFFF)
@@ -144,33 +233,11 @@ class IndexTxn:
         """Store an encoded life by the 8-byte place. Not in `changed_places`: for the extent cache, which knows it."""
         self._put(place, raw, self._lives)
 
-    def lives(self, segment: int | None = None) -> Iterator[tuple[int, Life]]:
-        """All lives, or those of one segment, in order of place."""
-        with self._txn.cursor(db=self._lives) as cursor:
-            found = cursor.first() if segment is None else cursor.set_range(PLACE.pack(segment, 0))
-            while found:
-                key = cursor.key()
-                number, slot = PLACE.unpack(key)
-                if segment is not None and number != segment:
-                    return
-                yield number << 32 | slot, Life.decode(bytes(cursor.value()))
-                found = cursor.next()
-
-    def extents(self) -> Iterator[Extent]:
-        """All extents, in order of key prefix."""
-        with self._txn.cursor(db=self._extents) as cursor:
-            for raw in cursor.iternext(keys=False, values=True):
-                yield Extent.decode(bytes(raw))
-
-    def segment(self, number: int) -> SegmentInfo | None:
-        """A segment's record. Within a write transaction the same object each time."""
+    def segment(self, number: int) -> SegmentInfo | None:  # noqa: D102
         info = self._infos.get(number)
         if info is None:
-            raw = self._get(number.to_bytes(4, "big"), None, self._segments)
-            if raw is None:
-                return None
-            info = msgspec.msgpack.decode(raw, type=SegmentInfo)
-            if self._writing:
+            info = super().segment(number)
+            if info is not None:
                 self._infos[number] = info
                 self._before[number] = (info.allocated, info.live)
         return info
@@ -192,20 +259,13 @@ class IndexTxn:
             self._txn.delete(number.to_bytes(4, "big"), db=self._segments)
             self._add_totals(-allocated, -live)
 
-    def segments(self) -> list[tuple[int, SegmentInfo]]:
-        """All segments in order of number."""
+    def segments(self) -> list[tuple[int, SegmentInfo]]:  # noqa: D102
         self.settle()
-        with self._txn.cursor(db=self._segments) as cursor:
-            return [(int.from_bytes(key, "big"), msgspec.msgpack.decode(raw, type=SegmentInfo)) for key, raw in cursor]
+        return super().segments()
 
-    def totals(self) -> tuple[int, int]:
-        """(physical bytes allocated, live blocks) over all segments."""
+    def totals(self) -> tuple[int, int]:  # noqa: D102
         self.settle()
-        return self._totals()[:2]
-
-    def _totals(self) -> tuple[int, int, int]:
-        raw = self.meta(b"totals")
-        return (0, 0, 0) if raw is None else _TOTALS.unpack(raw)
+        return super().totals()
 
     def _add_totals(self, allocated: int, live: int, stored: int = 0) -> None:
         if allocated or live or stored:
@@ -224,26 +284,11 @@ class IndexTxn:
         self._add_totals(allocated, live, self._stored)
         self._stored = 0
 
-    def peek_segment(self) -> int:
-        """The segment number to be handed out next."""
-        return int.from_bytes(self.meta(b"next_segment") or b"\x01", "little")
-
     def next_segment(self) -> int:
         """Hand out a segment number that was never used before in this store's index."""
         number = self.peek_segment()
         self.put_meta(b"next_segment", (number + 1).to_bytes(4, "little"))
         return number
-
-    def meta(self, name: bytes) -> bytes | None:
-        """A store-wide value."""
-        return self._get(name, None, self._meta)
-
-    def meta_names(self, prefix: bytes) -> list[str]:
-        """What follows `prefix` in the names of store-wide values."""
-        with self._txn.cursor(db=self._meta) as cursor:
-            cursor.set_range(prefix)
-            names = map(bytes, cursor.iternext(keys=True, values=False))
-            return [name[len(prefix) :].decode() for name in itertools.takewhile(lambda n: n.startswith(prefix), names)]
 
     def put_meta(self, name: bytes, value: bytes) -> None:
         """Set a store-wide value."""
@@ -252,10 +297,6 @@ class IndexTxn:
     def drop_meta(self, name: bytes) -> None:
         """Remove a store-wide value."""
         self._txn.delete(name, db=self._meta)
-
-    def count_extents(self) -> int:
-        """Number of extents."""
-        return int(self._txn.stat(self._extents)["entries"])
 
     def clear(self) -> None:
         """Empty every table (a rebuild starts so)."""
@@ -271,7 +312,7 @@ class IndexTxn:
         self.wrote = True
 
 
-Watcher: TypeAlias = Callable[[IndexTxn, bool], None]
+Watcher: TypeAlias = Callable[[WriteTxn, bool], None]
 """Told of each write transaction of this process that has ended, before its `endings`, and whether it was committed."""
 
 
@@ -299,31 +340,15 @@ class Index:
                 f"index {path}: {error}; check the directory's permissions and disk, or delete it to rebuild it"
             ) from error
 
-    @contextmanager
-    def read(self) -> Iterator[IndexTxn]:
+    def read(self) -> IndexTxn:
         """A snapshot of the index."""
         self._same_process()
-        with self._env.begin() as txn:
-            yield IndexTxn(self, txn)
+        return IndexTxn(self, self._env.begin())
 
-    @contextmanager
-    def write(self) -> Iterator[IndexTxn]:
-        """The only write transaction of all processes; commits unless an exception leaves the block."""
+    def write(self) -> WriteTxn:
+        """The only write transaction of all processes."""
         self._same_process()
-        committed = False
-        txn: IndexTxn | None = None
-        try:
-            with self._env.begin(write=True) as raw:
-                txn = IndexTxn(self, raw, writing=True)
-                yield txn
-                txn.settle()
-            committed = True
-        finally:
-            if txn is not None:
-                for watcher in self._watchers:
-                    watcher(txn, committed)
-                for ending in txn.endings:
-                    ending(committed)
+        return WriteTxn(self, self._env.begin(write=True), self._watchers)
 
     def watch(self, watcher: Watcher) -> None:
         """Have a watcher told of write transactions from now on. Once, when the index is opened."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from duokv.kvstore.extent import EXTENT_HEAD, PLACE, PREFIX_BYTES, SEQUENCE_BITS, Extent, Life, stamp_of
-from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.extent import EXTENT_HEAD, PLACE, PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
+from duokv.kvstore.index import IndexTxn, WriteTxn
 from duokv.kvstore.keys import KEY_BYTES
 
 _MOST_EXTENTS = 100_000
 """Kept; beyond it all but those with unwritten uses are forgotten."""
+_MOST_WALKS_USED = 10_000
+"""Walks whose uses may wait to be noted extent by extent."""
 CLOCK_BACK = (5_000 << SEQUENCE_BITS) - 1
 """A wall clock that went back further than this is followed, so that stamps do not stay in the future."""
 
@@ -39,9 +41,10 @@ class Hop:
 
     place: 8 bytes. last: key prefix of its last block. approx: whether its blocks are the result of a bounded replay
     somewhere before them. epoch: of the cache, when the index was last seen to be as is said here; -1 for never.
+    way: a walk that came by here, as its hop number `step`, for the next one to go to its end at once.
     """
 
-    __slots__ = ("approx", "epoch", "last", "life", "place", "raw")
+    __slots__ = ("approx", "epoch", "last", "life", "place", "raw", "step", "way")
 
     def __init__(self, place: bytes, raw: bytes, life: Life) -> None:
         self.place = place
@@ -50,24 +53,31 @@ class Hop:
         self.last = b""
         self.approx = False
         self.epoch = -1
+        self.way: Walked | None = None
+        self.step = 0
 
 
 Hops: TypeAlias = list[tuple[Hop, int]]
 """Extents along a prompt, each with how many of its leading blocks the prompt has."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Walked:
     """The extents that hold a prompt's blocks from some block on without a gap; `end` is the block after them.
 
     Not to be changed: who asks the same next gets this object.
 
-    exact: the first block of an approximate extent, `end` if there is none.
+    exact: the first block of an approximate extent, `end` if there is none. whole: extents that the prompt has all
+    blocks of, ending before byte `stop` of its key blob with key prefix `last`; they are there still in era `era`.
     """
 
     end: int
     exact: int
     hops: Hops = field(default_factory=list)
+    whole: int = 0
+    stop: int = 0
+    last: bytes = b""
+    era: int = -1
 
 
 class ExtentCache:
@@ -84,12 +94,19 @@ class ExtentCache:
         self._dirty: set[bytes] = set()
         self._epoch = 0
         """Grows when another process has written: what was read before may be otherwise now."""
+        self._era = 0
+        """Grows when an extent that is known here may be otherwise, for whatever reason."""
         self._snapshot = -1
         """The write transaction whose outcome this is."""
         self._asked: tuple[bytes, int, int, int | None] = (b"", 0, 0, None)
         """(key blob, first block, blocks, epoch) of the last walk."""
         self._walked = Walked(0, 0)
         """Its answer: a commit often follows its lookup."""
+        self._used: dict[tuple[bytes, int, int], tuple[Hops, int]] = {}
+        """(walk, stamp) by (place of its last extent, blocks of it, class): uses not yet noted in its extents' lives.
+
+        Until they are, lives say less than is true, never more.
+        """
 
     def walk(self, txn: IndexTxn, blob: bytes, block: int, blocks: int) -> Walked:
         """Follow a prompt's key blob from block `block` to the first one that no extent holds.
@@ -101,14 +118,32 @@ class ExtentCache:
         asked = (blob, block, blocks, epoch)
         if asked == self._asked:
             return self._walked
-        known = self._firsts.get
         walked = Walked(block, -1)
-        hops = walked.hops
-        end = blocks * KEY_BYTES
-        at = block * KEY_BYTES
+        self._follow(txn, blob, block * KEY_BYTES, blocks * KEY_BYTES, epoch, walked)
+        if walked.exact < 0:
+            walked.exact = walked.end
+        if epoch is not None:
+            self._asked, self._walked = asked, walked
+        return walked
+
+    def _follow(self, txn: IndexTxn, blob: bytes, at: int, end: int, epoch: int | None, walked: Walked) -> None:
+        """Hop from extent to extent from byte `at` of a key blob on."""
+        known = self._firsts.get
+        hops, era = walked.hops, self._era
+        stepped: list[tuple[Hop, int]] = []
+        jumped = False
         while at < end:
             hop = known(blob[at : at + PREFIX_BYTES])
             if hop is not None and hop.epoch == epoch:
+                way = hop.way
+                if way is not None and way.era == era and at < way.stop <= end and _leads_to(way, blob, at, walked):
+                    if not jumped:
+                        stepped.append((hop, len(hops)))
+                        jumped = True
+                    hops += way.hops[hop.step : way.whole]
+                    at = way.stop
+                    walked.whole, walked.stop, walked.last = len(hops), at, way.last
+                    continue
                 count = hop.life.n
                 after = at + count * KEY_BYTES
             else:
@@ -120,14 +155,18 @@ class ExtentCache:
                 after = at + count * KEY_BYTES
             if hop.approx and walked.exact < 0:
                 walked.exact = at // KEY_BYTES
+            if not jumped:
+                stepped.append((hop, len(hops)))
             hops.append((hop, count))
             at = after
+            if count == hop.life.n:
+                walked.whole, walked.stop, walked.last = len(hops), at, hop.last
         walked.end = at // KEY_BYTES
-        if walked.exact < 0:
-            walked.exact = walked.end
         if epoch is not None:
-            self._asked, self._walked = asked, walked
-        return walked
+            walked.era = self._era
+            # Those after a jump would each keep a way of their own alive.
+            for passed, step in stepped:
+                passed.way, passed.step = walked, step
 
     def _read(self, txn: IndexTxn, blob: bytes, epoch: int | None) -> tuple[Hop | None, int]:
         """The extent that starts with the first block of `blob`, as the index has it, and the blocks they share."""
@@ -175,25 +214,58 @@ class ExtentCache:
         self._dirty.add(hop.place)
 
     def use_walk(self, hops: Hops, class_id: int, stamp: int) -> None:
-        """Record one use over the extents of a walk, as many blocks of each as used, `stamp` newer than any before."""
-        for hop, count in hops:
-            every = hop.life.steps
-            steps = every.get(class_id)
-            if steps is not None and steps[-1][0] <= count and steps[0][1] < stamp:
-                every[class_id] = [(count, stamp)]
-            else:
-                hop.life.use(class_id, count, stamp)
-        self._dirty.update([hop.place for hop, _ in hops])
+        """Record one use over the extents of a walk from a chain's beginning on, as many blocks of each as used.
+
+        stamp: newer than that of any use before.
+        """
+        if hops:
+            last, count = hops[-1]
+            self._used[last.place, count, class_id] = (hops, stamp)
+            if len(self._used) > _MOST_WALKS_USED:
+                self._note_uses()
+
+    def _note_uses(self) -> None:
+        """Note the uses of walks in the lives of their extents."""
+        noted: dict[tuple[bytes, int], int] = {}
+        newest_first = sorted(self._used.items(), key=lambda used: used[1][1], reverse=True)
+        for (_, _, class_id), (hops, stamp) in newest_first:
+            for hop, count in reversed(hops):
+                if noted.get((hop.place, class_id), 0) >= count:
+                    # Whoever used this used all before it.
+                    break
+                noted[hop.place, class_id] = count
+                life = self._hops.get(hop.place, hop).life
+                # Another process may have shortened it.
+                life.use(class_id, min(count, life.n), stamp)
+        self._dirty.update([place for place, _ in noted])
+        self._used.clear()
 
     def pending(self) -> int:
         """Extents with uses not yet in the index."""
+        self._note_uses()
         return len(self._dirty)
 
-    def flush(self, txn: IndexTxn) -> None:
+    def alive_lead(self, held: Hops, cutoffs: Cutoffs) -> tuple[int, int]:
+        """How many extents of a walk are alive as far as the prompt goes, and the alive blocks of the next one.
+
+        A use covers a prefix, so under sliding rules a parent is never older than its child and the last one speaks
+        for all; a fixed life counts from the store time, and a parent is stored first.
+        """
+        if not held or (not cutoffs.any_fixed and held[-1][0].life.alive(cutoffs) >= held[-1][1]):
+            return len(held), 0
+        self._note_uses()
+        for i, (hop, count) in enumerate(held):
+            alive = hop.life.alive(cutoffs)
+            if alive < count:
+                return i, alive
+        return len(held), 0
+
+    def flush(self, txn: WriteTxn) -> None:
         """Write the pending uses, whole chains together: a parent must never look older than its child."""
         written: list[tuple[Hop, bytes]] = []
         gone = []
         epoch = self._epoch_of(txn)
+        self._note_uses()
         for place in self._dirty:
             hop = self._hops.get(place)
             if hop is None or hop.epoch != epoch:
@@ -218,18 +290,19 @@ class ExtentCache:
 
         txn.endings.append(settle)
 
-    def ended(self, txn: IndexTxn, committed: bool) -> None:
+    def ended(self, txn: WriteTxn, committed: bool) -> None:
         """Take note of a write transaction of this process that has ended: an index watcher."""
         if not committed:
             # A walk inside it may have read what is not so.
-            self._epoch += 1
+            self._next_epoch()
             return
         if txn.changed_firsts or txn.changed_places:
             self._asked = (b"", 0, 0, None)
-        for first in txn.changed_firsts:
-            self._firsts.pop(first, None)
+        known = [first for first in txn.changed_firsts if self._firsts.pop(first, None) is not None]
         for place in txn.changed_places:
             self._forget(place)
+        if known or txn.changed_places:
+            self._era += 1
         if txn.wrote and self._snapshot == txn.snapshot:
             self._snapshot += 1
 
@@ -237,9 +310,13 @@ class ExtentCache:
         """The epoch of what a transaction sees; None if that is not what is here: it is older, or changed by itself."""
         if txn.snapshot > self._snapshot:
             self._snapshot = txn.snapshot
-            self._epoch += 1
+            self._next_epoch()
         same = txn.snapshot == self._snapshot and not txn.changed_places and not txn.changed_firsts
         return self._epoch if same else None
+
+    def _next_epoch(self) -> None:
+        self._epoch += 1
+        self._era += 1
 
     def _forget(self, place: bytes) -> None:
         hop = self._hops.pop(place, None)
@@ -250,9 +327,23 @@ class ExtentCache:
         """Forget extents if there are many. Not in the midst of a walk: its uses would go to what nobody writes."""
         if len(self._hops) < max(_MOST_EXTENTS, 2 * len(self._dirty)):
             return
+        self._note_uses()
+        self._era += 1
         self._hops = {place: self._hops[place] for place in self._dirty if place in self._hops}
         self._firsts = {}
         self._asked = (b"", 0, 0, None)
+
+
+def _leads_to(way: Walked, blob: bytes, at: int, walked: Walked) -> bool:
+    """Whether a way that goes on from byte `at` of a prompt's key blob is the prompt's; `walked` learns from it."""
+    if blob[way.stop - KEY_BYTES : way.stop - PREFIX_BYTES] != way.last:
+        return False
+    if walked.exact < 0 and way.exact * KEY_BYTES < way.stop:
+        if way.exact * KEY_BYTES < at:
+            # It met one before that this walk did not come by, and does not say where the next one is.
+            return False
+        walked.exact = way.exact
+    return True
 
 
 def _agreeing(record: bytes, blob: bytes, count: int) -> int:

@@ -7,11 +7,11 @@ punched; slots of a commit that failed; the same blocks stored by two processes 
 from __future__ import annotations
 
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life
-from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.index import WriteTxn
 from duokv.kvstore.policy import BORN_CLASS
 
 
-def place_extent(txn: IndexTxn, extent: Extent, life: Life) -> None:
+def place_extent(txn: WriteTxn, extent: Extent, life: Life) -> None:
     """Enter an extent. Of two that begin with one block the better one keeps it; what the other has beyond it stays."""
     other = txn.extent(life.first)
     held = None if other is None else txn.life(other.place)
@@ -26,7 +26,7 @@ def place_extent(txn: IndexTxn, extent: Extent, life: Life) -> None:
         _place_rest(txn, other, held, life.n)
 
 
-def part_overlaps(txn: IndexTxn) -> None:
+def part_overlaps(txn: WriteTxn) -> None:
     """Cut extents that begin inside others, or those others, until each block is held once, by the better one."""
     # Few blocks of an extent begin another one, and a set tells that sooner than the index does.
     firsts = {extent.prefixes[:PREFIX_BYTES] for extent in txn.extents()}
@@ -38,7 +38,7 @@ def part_overlaps(txn: IndexTxn) -> None:
                 _part(txn, extent, life, firsts)
 
 
-def _part(txn: IndexTxn, extent: Extent, life: Life, firsts: set[bytes]) -> None:
+def _part(txn: WriteTxn, extent: Extent, life: Life, firsts: set[bytes]) -> None:
     for block in range(1, life.n):
         prefix = extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
         if prefix not in firsts:
@@ -67,7 +67,7 @@ def _born(life: Life) -> int:
     return max((stamp for _, stamp in life.steps.get(BORN_CLASS, [])), default=0)
 
 
-def _place_rest(txn: IndexTxn, extent: Extent, life: Life, start: int) -> None:
+def _place_rest(txn: WriteTxn, extent: Extent, life: Life, start: int) -> None:
     if start < life.n:
         rest = extent.rest(start)
         place_extent(txn, rest, life.rest(start, rest.prefixes[:PREFIX_BYTES]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from duokv.kvstore.errors import StoreError, UsageError
-from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.index import IndexTxn, WriteTxn
 from duokv.kvstore.policy import ClassRule, Policy
 
 KEEP_ALL = Policy({"default": ClassRule(None)}, "default", version=0).numbered()
@@ -48,7 +48,7 @@ class PolicyBook:
         return self._policy
 
     @staticmethod
-    def put(txn: IndexTxn, policy: Policy) -> None:
+    def put(txn: WriteTxn, policy: Policy) -> None:
         """Set the policy in the index."""
         txn.put_meta(b"policy", encode_policy(policy))
         txn.put_meta(b"policy_version", policy.version.to_bytes(8, "little"))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,8 +38,7 @@ _RAISED = "raised"
 _ERRNOS = frozenset(errno.errorcode.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """`count` blocks of a prompt from block `block` on, in consecutive slots of a segment from `slot` on."""
 
     segment: int

@@ -14,7 +14,7 @@ from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.events import BlocksEvicted, Degraded, Event, SpaceFreed
 from duokv.kvstore.extent import Life
-from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
+from duokv.kvstore.index import Index, IndexTxn, SegmentInfo, WriteTxn
 from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
@@ -136,7 +136,7 @@ class Reclaimer:
         """Forget what was known of deadlines and ages (the policy or the index changed underneath)."""
         self._queue = self._next_queue = None
 
-    def _victims(self, txn: IndexTxn, policy: Policy) -> VictimQueue:
+    def _victims(self, txn: WriteTxn, policy: Policy) -> VictimQueue:
         # What a plan took from the queue is still there if its transaction fails.
         txn.endings.append(lambda committed: None if committed else self.reset_queue())
         if self._queue is None or self._is_outdated(txn, policy):
@@ -162,7 +162,7 @@ class Reclaimer:
             self._apply(txn, plan, freed)
         self.release(freed)
 
-    def _apply(self, txn: IndexTxn, plan: ReclaimPlan, freed: Freed) -> None:
+    def _apply(self, txn: WriteTxn, plan: ReclaimPlan, freed: Freed) -> None:
         by_reason: dict[Reason, int] = defaultdict(int)
         for cut in plan.cuts:
             done = self.cut(txn, cut, freed)
@@ -171,7 +171,7 @@ class Reclaimer:
             if blocks:
                 self._emit(BlocksEvicted(blocks, reason))
 
-    def cut(self, txn: IndexTxn, cut: Cut, freed: Freed) -> int:
+    def cut(self, txn: WriteTxn, cut: Cut, freed: Freed) -> int:
         """Shorten one extent in the index; what to do on the backend is added to `freed`. Returns blocks cut."""
         life = txn.life(cut.place)
         if life is None or life.n <= cut.keep:
@@ -186,7 +186,7 @@ class Reclaimer:
         self.unlive(txn, segment, [(slot + cut.keep, gone)], freed)
         return gone
 
-    def count_dead(self, txn: IndexTxn, segment: int, count: int) -> None:
+    def count_dead(self, txn: WriteTxn, segment: int, count: int) -> None:
         """Count slots of a segment that is about to go as dead."""
         info = txn.segment(segment)
         if info is not None:
@@ -201,7 +201,7 @@ class Reclaimer:
                 return
         self.remove(segment, info)
 
-    def unlive(self, txn: IndexTxn, segment: int, ranges: Sequence[tuple[int, int]], freed: Freed) -> None:
+    def unlive(self, txn: WriteTxn, segment: int, ranges: Sequence[tuple[int, int]], freed: Freed) -> None:
         """Count slots of a segment as dead and note what the backend can give back for them."""
         info = txn.segment(segment)
         if info is None:

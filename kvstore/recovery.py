@@ -20,7 +20,7 @@ from duokv.kvstore.errors import StoreError
 from duokv.kvstore.events import Degraded, Event
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life, stamp_of
 from duokv.kvstore.geometry import PAGE_BYTES, TRAILER_BYTES, CacheGeometry
-from duokv.kvstore.index import INDEX_FORMAT, Index, IndexTxn, SegmentInfo
+from duokv.kvstore.index import INDEX_FORMAT, Index, IndexTxn, SegmentInfo, WriteTxn
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.overlap import part_overlaps, place_extent
 from duokv.kvstore.policybook import PolicyBook, decode_policy
@@ -214,7 +214,7 @@ class Recovery:
             self._emit(Degraded("index", f"rebuilt from {done.segments} segments, {done.blocks} blocks{how}"))
 
     def _read_segment(
-        self, txn: IndexTxn, file: FileInfo, writer: str, number: int, checkpoint: Checkpoint, done: Recovered
+        self, txn: WriteTxn, file: FileInfo, writer: str, number: int, checkpoint: Checkpoint, done: Recovered
     ) -> None:
         footer = read_footer(self._backend, file, self._geometry, deadline_s=_READ_S)
         if isinstance(footer, str):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import lmdb
+import msgspec
 
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
@@ -18,7 +18,7 @@ from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.events import BlocksEvicted, Degraded, Event, StoreFailed
 from duokv.kvstore.extent import PLACE, PREFIX_BYTES, Extent, Life
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
+from duokv.kvstore.index import Index, SegmentInfo, WriteTxn
 from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaimer import Freed, Reclaimer
@@ -28,8 +28,7 @@ _LIVE_SHARE = 0.85
 """Part of the slots that may be live without punch: below it the emptiest segments have few survivors to copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(msgspec.Struct, frozen=True):
     """`count` consecutive slots from `slot` on in the segment of `writer`."""
 
     writer: SegmentWriter
@@ -182,7 +181,7 @@ class Space:
     # -- publishing and sealing --------------------------------------------------------------------------------------
 
     def publish(
-        self, txn: IndexTxn, writer: SegmentWriter, extent: Extent, life: Life, stamp: int, freed: Freed
+        self, txn: WriteTxn, writer: SegmentWriter, extent: Extent, life: Life, stamp: int, freed: Freed
     ) -> bool:
         """Make written slots visible: data is on the backend before this transaction commits.
 
@@ -209,7 +208,7 @@ class Space:
         txn.endings.append(settle)
         return True
 
-    def displace(self, txn: IndexTxn, extent: Extent, freed: Freed) -> None:
+    def displace(self, txn: WriteTxn, extent: Extent, freed: Freed) -> None:
         """Let go of an extent that nothing reaches any more and whose first block's entry another is about to take."""
         old = txn.extent(extent.prefixes[:PREFIX_BYTES])
         life = None if old is None or old.place == extent.place else txn.life(old.place)
@@ -218,7 +217,7 @@ class Space:
             txn.drop_life(old.place)
             self.reclaimer.unlive(txn, old.segment, [(old.first_slot, life.n)], freed)
 
-    def discard(self, txn: IndexTxn, writer: SegmentWriter, slot: int, count: int, freed: Freed) -> None:
+    def discard(self, txn: WriteTxn, writer: SegmentWriter, slot: int, count: int, freed: Freed) -> None:
         """Give back slots that were written for nothing; they are not taken again, as copies of them may be about."""
         if count:
             txn.endings.append(lambda committed: writer.settle(slot + count) if committed else None)
@@ -228,7 +227,7 @@ class Space:
             txn.put_segment(writer.number, info)
             freed.ranges[writer.name].append((slot, count))
 
-    def _counted(self, txn: IndexTxn, writer: SegmentWriter) -> SegmentInfo | None:
+    def _counted(self, txn: WriteTxn, writer: SegmentWriter) -> SegmentInfo | None:
         """A segment's record, to be put back, with all that is reserved."""
         info = txn.segment(writer.number)
         if info is not None and writer.unpublished:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.record import Chain
@@ -31,8 +33,7 @@ class Payload:
     sealed: Callable[[int, int, Rows], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """Slots for a run of blocks: `count` of a segment from `slot` on, for blocks from `block` on."""
 
     writer: SegmentWriter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import functools
 import threading
@@ -12,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 import lmdb
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -282,7 +282,7 @@ class KVStore:
     def report(self, served: RequestServed, *, request_id: str | None = None) -> None:
         """Tell metrics how a request's tokens were come by; engines and the harness do. Retries as in `lookup`."""
         if self._reported.seen(request_id):
-            served = dataclasses.replace(served, retry=True)
+            served = msgspec.structs.replace(served, retry=True)
         self.events.emit(served)
 
     def maintain(self) -> None:

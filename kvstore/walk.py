@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
-from duokv.kvstore.extent import PLACE, Cutoffs
+import msgspec
+
+from duokv.kvstore.extent import PLACE
 from duokv.kvstore.index import IndexTxn
 from duokv.kvstore.lives import ExtentCache, Hop, Hops
 from duokv.kvstore.origin import Origin
@@ -18,8 +19,7 @@ Runs = list[tuple[int, int]]
 MissReason = Literal["absent", "expired", "approx", "index"]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """The leading blocks of a prompt that are stored and alive, and why the next one is not.
 
     held: (extent, leading blocks of it that the prompt has) each. exact: how many of the leading blocks are exact.
@@ -44,8 +44,7 @@ class Found:
         return tuple(spans)
 
 
-@dataclass(slots=True)
-class CommitWalk:
+class CommitWalk(msgspec.Struct):
     """A prompt against the index.
 
     snapshot: of the index. hops: the extents found. runs: blocks to write. replace: (extent,
@@ -58,9 +57,9 @@ class CommitWalk:
     first: int
     origin: Origin
     snapshot: int
-    hops: Hops = field(default_factory=list)
-    runs: Runs = field(default_factory=list)
-    replace: list[tuple[Hop, int, int, int]] = field(default_factory=list)
+    hops: Hops = []
+    runs: Runs = []
+    replace: list[tuple[Hop, int, int, int]] = []
     present: int = 0
 
     def repeated(self, txn: IndexTxn, cache: ExtentCache) -> CommitWalk:
@@ -104,21 +103,6 @@ def _replace_approximate(walk: CommitWalk, hops: Hops, block: int) -> None:
         elif covered > 0:
             walk.present += covered
         block += count
-
-
-def alive_lead(held: Hops, cutoffs: Cutoffs) -> tuple[int, int]:
-    """How many extents of a walk are alive as far as the prompt goes, and the alive blocks of the next one.
-
-    A use covers a prefix, so under sliding rules a parent is never older than its child and the last one speaks for
-    all; a fixed life counts from the store time, and a parent is stored first.
-    """
-    if not held or (not cutoffs.any_fixed and held[-1][0].life.alive(cutoffs) >= held[-1][1]):
-        return len(held), 0
-    for i, (hop, count) in enumerate(held):
-        alive = hop.life.alive(cutoffs)
-        if alive < count:
-            return i, alive
-    return len(held), 0
 
 
 def extend_runs(runs: Runs, first: int, count: int) -> None:

@@ -35,7 +35,7 @@ from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.extent import PREFIX_BYTES
-from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.index import WriteTxn
 from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.store import Commit, KVStore
@@ -85,12 +85,12 @@ class Recorder:
         begin = self.store._index.write
 
         @contextmanager
-        def write() -> Iterator[IndexTxn]:
+        def write() -> Iterator[WriteTxn]:
             self.keep("index")
             with begin() as txn:
                 yield txn
 
-        self.store._index.write = write  # type: ignore[method-assign]
+        self.store._index.write = write  # type: ignore[method-assign, assignment]
 
     def keep(self, label: str | None = None) -> None:
         """Remember this moment."""

@@ -34,7 +34,7 @@ from duokv.connectors.fs_faulty import Corrupt, Fail, FaultyBackend, Kind
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.errors import UsageError
 from duokv.kvstore.events import Degraded
-from duokv.kvstore.index import Index, IndexTxn
+from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.store import Commit, KVStore
@@ -123,13 +123,13 @@ def fail_index(index: Index, nth: int) -> Callable[[], None]:
     begin, left = index.write, itertools.count(nth, -1)
 
     @contextmanager
-    def write() -> Iterator[IndexTxn]:
+    def write() -> Iterator[WriteTxn]:
         with begin() as txn:
             yield txn
             if next(left) == 1:
                 raise lmdb.DiskError("injected fault")
 
-    index.write = write  # type: ignore[method-assign]
+    index.write = write  # type: ignore[method-assign, assignment]
 
     def heal() -> None:
         index.write = begin  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ from store_kit import (
 from duokv.connectors.fs_faulty import Fail, FaultyBackend, Stall
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore import ClassRule, KVStore, Origin, Policy, lives
-from duokv.kvstore.index import IndexTxn
+from duokv.kvstore.index import IndexTxn, WriteTxn
 from duokv.kvstore.inspection import operate_store
 from duokv.kvstore.opening import open_store
 from duokv.kvstore.operation import evict, plan_expired
@@ -137,7 +137,7 @@ def test_what_a_failed_pass_meant_to_delete_is_deleted_by_the_next(
         raise lmdb.MapFullError("full")
 
     with monkeypatch.context() as broken:
-        broken.setattr(IndexTxn, "drop_extent", fail)
+        broken.setattr(WriteTxn, "drop_extent", fail)
         if pressed:
             assert commit(store, (9,) * 3).new == 0
         else:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life, stamp_of
-from duokv.kvstore.index import Index, IndexTxn
+from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.lives import ExtentCache, Walked
 from duokv.kvstore.origin import Origin
@@ -37,19 +37,19 @@ class Place:
         self.asked = 0
         self.telling = True
 
-    def tell(self, txn: IndexTxn, committed: bool) -> None:
+    def tell(self, txn: WriteTxn, committed: bool) -> None:
         if self.telling:
             self.cache.ended(txn, committed)
 
     @contextmanager
-    def others(self) -> Iterator[IndexTxn]:
+    def others(self) -> Iterator[WriteTxn]:
         self.telling = False
         with self.index.write() as txn:
             yield txn
         self.telling = True
 
     def store(
-        self, txn: IndexTxn, blob: bytes, first: int, count: int, slot: int, origin: Origin = Origin.EXACT
+        self, txn: WriteTxn, blob: bytes, first: int, count: int, slot: int, origin: Origin = Origin.EXACT
     ) -> Extent:
         keys = prefixes(blob)[first * PREFIX_BYTES : (first + count) * PREFIX_BYTES]
         extent = Extent(1, slot, first, CLASS, origin, keys)
@@ -57,7 +57,7 @@ class Place:
         txn.put_life(extent.place, Life.born(count, first, keys[:PREFIX_BYTES], CLASS, NOW))
         return extent
 
-    def cut(self, txn: IndexTxn, extent: Extent, keep: int) -> None:
+    def cut(self, txn: WriteTxn, extent: Extent, keep: int) -> None:
         life = txn.life(extent.place)
         assert life is not None
         if keep:

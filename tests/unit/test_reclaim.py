@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duokv.kvstore.extent import Life, place_of, stamp_of
-from duokv.kvstore.index import Index, IndexTxn, SegmentInfo
+from duokv.kvstore.index import Index, IndexTxn, SegmentInfo, WriteTxn
 from duokv.kvstore.lives import CLOCK_BACK
 from duokv.kvstore.policy import PIN_CLASS, ClassRule, Policy
 from duokv.kvstore.reclaim import Cut, VictimQueue, plan_compaction
@@ -34,7 +34,7 @@ def life(n: int, *uses: tuple[int, int, float], chain_pos: int = 0) -> Life:
     return made
 
 
-def fill(txn: IndexTxn, lives: Mapping[int, Life]) -> VictimQueue:
+def fill(txn: WriteTxn, lives: Mapping[int, Life]) -> VictimQueue:
     txn.clear()
     for place, made in lives.items():
         txn.put_life(place, made)
@@ -55,7 +55,7 @@ def oracle(lives: Mapping[int, Life], need: int, before_stamp: int, now_s: float
     return kept
 
 
-def apply(txn: IndexTxn, cuts: tuple[Cut, ...], kept: dict[int, int]) -> None:
+def apply(txn: WriteTxn, cuts: tuple[Cut, ...], kept: dict[int, int]) -> None:
     for cut in cuts:
         made = txn.life(cut.place)
         assert made is not None
