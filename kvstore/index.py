@@ -317,9 +317,14 @@ Watcher: TypeAlias = Callable[[WriteTxn, bool], None]
 
 
 class Index:
-    """Opens and closes the LMDB environment and begins transactions."""
+    """Opens and closes the LMDB environment and begins transactions.
 
-    def __init__(self, path: Path, *, map_bytes: int, readonly: bool = False, lock: bool = True) -> None:
+    lasting: whether it is anybody's once it is closed.
+    """
+
+    def __init__(
+        self, path: Path, *, map_bytes: int, readonly: bool = False, lock: bool = True, lasting: bool = True
+    ) -> None:
         self.path = path
         self._pid = os.getpid()
         self._watchers: list[Watcher] = []
@@ -327,10 +332,11 @@ class Index:
             if not readonly:
                 path.mkdir(parents=True, exist_ok=True)
             # sync=False: power loss voids the index, which is then rebuilt from segments; only a close syncs it. Data
-            # never waits for it. writemap=False: a stray write of the process cannot reach the map.
+            # never waits for it. writemap saves a copy of each page, but a stray write of the process could reach the
+            # map, and a full disk kills the process: only for an index that is nobody's once it is closed.
             self._env = lmdb.open(
                 str(path), map_size=map_bytes, max_dbs=4, max_readers=1024, readonly=readonly, sync=False,
-                writemap=False, readahead=False, create=not readonly, lock=lock,
+                writemap=not lasting, readahead=False, create=not readonly, lock=lock,
             )  # fmt: skip
             self._env.reader_check()
             names = (b"extents", b"lives", b"segments", b"meta")

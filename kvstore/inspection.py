@@ -183,4 +183,4 @@ def _identify(
     if manifest is None:
         raise StoreError(f"{url}: no store here ({MANIFEST} is missing); check the path")
     wanted = None if geometry is None else CacheGeometry.preset(geometry)
-    return manifest, geometry_of(manifest, wanted, url), index_place(url, config)[0]
+    return manifest, geometry_of(manifest, wanted, url), index_place(url, config).folder

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -63,12 +64,12 @@ def open_store(
         undo.callback(opening.release)
         manifest = read_manifest(backend, url) or _found(backend, url, wanted, clock, config, create=create)
         actual = geometry_of(manifest, wanted, url)
-        path, on_close = index_place(url, config)
-        undo.callback(on_close)
+        place = index_place(url, config)
+        undo.callback(place.discard)
         events = EventBus()
         events.subscribe(log_warning)
         boot = boot_id if boot_id is not None else BOOT_ID.read_text().strip()
-        index = _open_index(path, config, boot, events)
+        index = _open_index(place, config, boot, events)
         undo.callback(index.close)
         Recovery(
             index=index, backend=backend, geometry=actual, boot_id=boot, emit=events.emit, now_s=clock.wall()
@@ -85,7 +86,8 @@ def open_store(
                 backend.write_file(POLICY_FILE, encode_policy(config.seed_policy))
         store = KVStore(
             backend=backend, index=index, geometry=actual, config=config, clock=clock, events=events,
-            writer_id=writer_id, locks=(lock,), on_close=on_close, close_index=partial(BootMark(path).finish, index),
+            writer_id=writer_id, locks=(lock,), on_close=place.discard,
+            close_index=partial(BootMark(place.folder).finish, index),
         )  # fmt: skip
         opening.release()
         undo.pop_all()
@@ -94,8 +96,9 @@ def open_store(
     return store
 
 
-def _open_index(path: Path, config: StoreConfig, boot: str, events: EventBus) -> Index:
+def _open_index(place: IndexPlace, config: StoreConfig, boot: str, events: EventBus) -> Index:
     """Open the index, without what a crash of the machine may have left of it."""
+    path = place.folder
     try:
         mark = BootMark(path)
         doubt = mark.doubt(boot)
@@ -105,7 +108,7 @@ def _open_index(path: Path, config: StoreConfig, boot: str, events: EventBus) ->
         mark.begin(boot)
     except OSError as error:
         raise StoreError(f"index {path}: {error.strerror}; make it writable, or set index_path elsewhere") from error
-    return Index(path, map_bytes=config.index_map_bytes)
+    return Index(path, map_bytes=config.index_map_bytes, lasting=place.lasting)
 
 
 def resolve_backend(url: str, direct: str, *, create: bool = True) -> Backend:
@@ -159,16 +162,28 @@ def local_folder(url: str) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
-def index_place(url: str, config: StoreConfig) -> tuple[Path, Callable[[], None]]:
-    """Where the index of a store lives, and what to call after closing it."""
+@dataclass(frozen=True, slots=True)
+class IndexPlace:
+    """Where the index of a store lives. lasting: longer than the store is open."""
+
+    folder: Path
+    lasting: bool = True
+
+    def discard(self) -> None:
+        """Remove an index that does not last, after it was closed."""
+        if not self.lasting:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def index_place(url: str, config: StoreConfig) -> IndexPlace:
+    """Where the index of a store lives; makes a folder for one that does not last."""
     if config.index_path is not None:
-        return Path(config.index_path), _nothing
+        return IndexPlace(Path(config.index_path))
     folder = local_folder(url)
     if folder is not None:
-        return folder / "index", _nothing
+        return IndexPlace(folder / "index")
     if urlsplit(url).scheme == "memory":
-        folder = Path(tempfile.mkdtemp(prefix="duokv-index-"))
-        return folder, lambda: shutil.rmtree(folder, ignore_errors=True)
+        return IndexPlace(Path(tempfile.mkdtemp(prefix="duokv-index-")), lasting=False)
     raise UsageError(f"{url}: the index needs a local disk; set index_path to a directory of this host")
 
 
@@ -186,7 +201,3 @@ def _found(
     manifest = Manifest(FORMAT, wanted.name, wanted.digest.hex(), wanted.payload_bytes, wanted.swa_bytes, clock.wall())
     backend.write_file(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
     return manifest
-
-
-def _nothing() -> None:
-    return None

@@ -233,7 +233,7 @@ def rebuild_index(
                 write_lives(backend, txn)
         if _policy_fault(view) is not None:
             backend.remove(POLICY_FILE)
-        place = index_place(url, config)[0]
+        place = index_place(url, config).folder
         for name in ("data.mdb", "lock.mdb"):
             (place / name).unlink(missing_ok=True)
         index = Index(place, map_bytes=config.index_map_bytes)
