@@ -45,6 +45,8 @@ from duokv.kvstore.walk import (
     walk_for_commit,
 )
 
+_KEY = np.dtype([("prefix", f"V{PREFIX_BYTES}"), ("rest", f"V{KEY_BYTES - PREFIX_BYTES}")])
+
 
 class Committed(msgspec.Struct, frozen=True):
     """What became of a commit's blocks."""
@@ -173,12 +175,12 @@ class BlockStore:
         self, walk: CommitWalk, class_id: int, policy: Policy, stamp: int, payload: Payload | None
     ) -> tuple[int, int]:
         """Write what a walk found absent; returns (blocks stored, blocks of the commit that were there already)."""
-        wanted = sum(count for _, count in walk.runs)
+        wanted = sum([count for _, count in walk.runs])
         granted = self.space.make_room(wanted, class_id, policy, stamp)
         if granted < wanted and self._compactor is not None:
             self._compactor.run((wanted - granted) * self._codec.slot_bytes)
             granted = self.space.make_room(wanted, class_id, policy, stamp)
-        pieces = self._pieces(head_of_runs(walk.runs, granted), class_id)
+        pieces = self._pieces(walk.runs if granted == wanted else head_of_runs(walk.runs, granted), class_id)
         if payload is not None and not self._write_pieces(pieces, payload, walk.origin, class_id):
             return 0, walk.present
         freed = Freed()
@@ -190,7 +192,7 @@ class BlockStore:
             if txn.snapshot != walk.snapshot:
                 # Another process may have stored the same blocks while ours were being written.
                 walk = walk.repeated(txn, self._cache)
-            carried = self._replace(txn, walk, pieces, freed)
+            carried = self._replace(txn, walk, pieces, freed) if walk.replace else []
             stored = sum([self._publish(txn, walk, piece, class_id, stamp, carried, freed) for piece in pieces])
         try:
             if carried:
@@ -245,8 +247,6 @@ class BlockStore:
         Returns (first block, life) of what went: the exact blocks live on as long as those would have.
         """
         carried: list[tuple[int, Life]] = []
-        if not walk.replace:
-            return carried
         taken = {piece.block + i for piece in pieces for i in range(piece.count)}
         for hop, block, count, low in walk.replace:
             extent = txn.extent(hop.life.first)
@@ -272,7 +272,7 @@ class BlockStore:
                 life.cut(low)
                 txn.put_life(extent.place, life)
             else:
-                txn.drop_extent(life, extent.place)
+                txn.drop_extent(extent.place, life.first)
             self.space.reclaimer.unlive(txn, segment, [(slot + low, gone)], freed)
             self._emit(BlocksEvicted(gone, "replaced"))
             self.space.reclaimer.reset_queue()
@@ -287,7 +287,7 @@ class BlockStore:
         unused = (piece.slot, piece.count)
         for start, count in overlap(walk.runs, piece.block, piece.count):
             keys = walk.blob[start * KEY_BYTES : (start + count) * KEY_BYTES]
-            prefixes = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[:, :PREFIX_BYTES].tobytes()
+            prefixes = np.frombuffer(keys, _KEY)["prefix"].tobytes()
             slot = piece.slot + start - piece.block
             extent = Extent(piece.writer.number, slot, start, class_id, walk.origin, prefixes)
             life = Life.born(count, start, prefixes[:PREFIX_BYTES], class_id, stamp)

@@ -26,6 +26,8 @@ _EXTENT = struct.Struct(">IIIIHBB")
 EXTENT_HEAD = _EXTENT.size
 _LIFE = struct.Struct(f"<II{PREFIX_BYTES}s")
 _STEP = struct.Struct("<HHIQ")
+_BORN = struct.Struct(f"<II{PREFIX_BYTES}sHHIQHHIQ")
+"""A life with two steps, as most are."""
 
 
 def place_of(segment: int, slot: int) -> int:
@@ -125,6 +127,10 @@ class Life:
 
     def encode(self) -> bytes:
         """The record's bytes (FORMAT.md)."""
+        if len(self.steps) == 2:
+            (one, first), (other, second) = self.steps.items()
+            if len(first) == len(second) == 1:
+                return _BORN.pack(self.n, self.chain_pos, self.first, one, 0, *first[0], other, 0, *second[0])
         pack = _STEP.pack
         return _LIFE.pack(self.n, self.chain_pos, self.first) + b"".join(
             [pack(class_id, 0, upto, stamp) for class_id, steps in self.steps.items() for upto, stamp in steps]
@@ -138,6 +144,12 @@ class Life:
         for class_id, _, upto, stamp in _STEP.iter_unpack(raw[_LIFE.size :]):
             steps.setdefault(class_id, []).append((upto, stamp))
         return cls(n, chain_pos, first, steps)
+
+    @staticmethod
+    def head(raw: bytes) -> tuple[int, bytes]:
+        """(blocks, key prefix of the first one) of a record."""
+        n, _, first = _LIFE.unpack_from(raw)
+        return n, first
 
     def use(self, class_id: int, upto: int, stamp: int) -> None:
         """Record a use of the first `upto` blocks; older than what is recorded changes nothing (merge by max)."""

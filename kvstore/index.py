@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self, TypeAlias, cast
+from typing import Self, TypeAlias
 
 import lmdb
 import msgspec
@@ -60,7 +60,7 @@ class IndexTxn:
     def __init__(self, index: Index, txn: lmdb.Transaction) -> None:
         self._txn = txn
         # Opened without buffers=True, so values are bytes: copies that outlive the transaction.
-        self._get = cast("Callable[[bytes, None, object], bytes | None]", txn.get)
+        self._get: Callable[[bytes, None, object], bytes | None] = txn.get  # type: ignore[assignment]
         self._extents, self._lives, self._segments, self._meta = index.tables
         self.snapshot: int = txn.id()
         """The write transaction, of any process, whose outcome this one sees."""
@@ -104,8 +104,13 @@ class IndexTxn:
 
     def life(self, place: int) -> Life | None:
         """The life of the extent at `place`."""
-        raw = self._get(PLACE.pack(place >> 32, place & 0xFFFFFFFF), None, self._lives)
+        raw = self._get(place.to_bytes(_PLACE_BYTES, "big"), None, self._lives)
         return None if raw is None else Life.decode(raw)
+
+    def life_head(self, place: int) -> tuple[int, bytes] | None:
+        """(blocks, key prefix of the first one) of the extent at `place`: its life without uses, at half the cost."""
+        raw = self._get(place.to_bytes(_PLACE_BYTES, "big"), None, self._lives)
+        return None if raw is None else Life.head(raw)
 
     def life_raw(self, place: bytes) -> bytes | None:
         """A life's bytes, by the 8-byte place."""
@@ -209,23 +214,24 @@ class WriteTxn(IndexTxn):
         if not self.has_gaps():
             self.put_meta(b"gaps", b"\x01")
 
-    def drop_extent(self, life: Life, place: int) -> None:
-        """Remove an extent with its life; the first block's entry only if it still leads here."""
-        key = PLACE.pack(place >> 32, place & 0xFFFFFFFF)
-        with self._txn.cursor(db=self._extents) as cursor:
-            if cursor.set_key(life.first) and cursor.value()[:_PLACE_BYTES] == key:
-                cursor.delete()
-        self.drop_life(place)
+    def drop_extent(self, place: int, first: bytes) -> None:
+        """Remove an extent with its life; the entry of its first block (a key prefix) only if it still leads here."""
+        key = place.to_bytes(_PLACE_BYTES, "big")
+        record = self._get(first, None, self._extents)
+        if record is not None and record[:_PLACE_BYTES] == key:
+            self._txn.delete(first, b"", self._extents)
+        self._txn.delete(key, b"", self._lives)
+        self.changed_places.append(key)
 
     def drop_life(self, place: int) -> None:
         """Remove a life whose extent's entry is about to lead elsewhere."""
-        key = PLACE.pack(place >> 32, place & 0xFFFFFFFF)
-        self._txn.delete(key, db=self._lives)
+        key = place.to_bytes(_PLACE_BYTES, "big")
+        self._txn.delete(key, b"", self._lives)
         self.changed_places.append(key)
 
     def put_life(self, place: int, life: Life) -> None:
         """Store a life."""
-        key = PLACE.pack(place >> 32, place & 0xFFFFFFFF)
+        key = place.to_bytes(_PLACE_BYTES, "big")
         self._put(key, life.encode(), self._lives)
         self.changed_places.append(key)
 
@@ -308,7 +314,7 @@ class WriteTxn(IndexTxn):
         self._stored = 0
 
     def _put(self, key: bytes, value: bytes, table: lmdb._Database) -> None:
-        self._txn.put(key, value, db=table)
+        self._txn.put(key, value, True, True, False, table)
         self.wrote = True
 
 

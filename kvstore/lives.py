@@ -198,9 +198,8 @@ class ExtentCache:
             hop.raw, hop.life, hop.epoch = raw, life, -1
         return hop
 
-    def note_stored(self, extent: Extent, life: Life, raw: bytes) -> None:
+    def note_stored(self, extent: Extent, place: bytes, life: Life, raw: bytes) -> None:
         """Note an extent that was just stored, with the life that the index has of it."""
-        place = PLACE.pack(extent.segment, extent.first_slot)
         hop = Hop(place, raw, life)
         hop.last = extent.prefixes[-PREFIX_BYTES:]
         hop.approx = extent.origin != 0

@@ -19,7 +19,7 @@ def place_extent(txn: WriteTxn, extent: Extent, life: Life) -> None:
         if not _is_better(extent, life, other, held):
             _place_rest(txn, extent, life, held.n)
             return
-        txn.drop_extent(held, other.place)
+        txn.drop_extent(other.place, held.first)
     txn.put_extent(extent)
     txn.put_life(extent.place, life)
     if other is not None and held is not None:
@@ -53,7 +53,7 @@ def _part(txn: WriteTxn, extent: Extent, life: Life, firsts: set[bytes]) -> None
             life.cut(block)
             txn.put_life(extent.place, life)
             return
-        txn.drop_extent(held, other.place)
+        txn.drop_extent(other.place, held.first)
         _place_rest(txn, other, held, life.n - block)
         firsts.update(txn.changed_firsts)
 

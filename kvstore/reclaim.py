@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from duokv.kvstore.extent import Cutoffs, Life
 from duokv.kvstore.index import IndexTxn, SegmentInfo
 from duokv.kvstore.lives import CLOCK_BACK
@@ -18,8 +20,7 @@ from duokv.kvstore.policy import Policy
 Reason = Literal["expired", "capacity", "operator", "lost", "corrupt"]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """Shorten the extent at `place` from `blocks` to its first `keep`."""
 
     place: int

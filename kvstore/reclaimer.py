@@ -6,9 +6,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import lmdb
+import msgspec
 
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
@@ -26,14 +26,17 @@ _QUEUE_KEPT_S = 60.0
 """How long a queue may miss extents that other processes stored; they expire them themselves meanwhile."""
 
 
-@dataclass(slots=True)
-class Freed:
+class Freed(msgspec.Struct):
     """What a transaction leaves to be done on the backend: slot ranges to punch, by file name; segments without a live
     block, whose files go; and segments of ours that another process has given up."""
 
-    ranges: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    files: dict[int, SegmentInfo] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    files: dict[int, SegmentInfo] = {}
+    lost: set[int] = set()
+
+    def add(self, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Note slots to punch."""
+        self.ranges.setdefault(name, []).extend(ranges)
 
 
 class Reclaimer:
@@ -164,27 +167,30 @@ class Reclaimer:
 
     def _apply(self, txn: WriteTxn, plan: ReclaimPlan, freed: Freed) -> None:
         by_reason: dict[Reason, int] = defaultdict(int)
+        dead: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for cut in plan.cuts:
-            done = self.cut(txn, cut, freed)
-            by_reason[cut.reason] += done
+            gone = self._cut(txn, cut)
+            if not gone:
+                continue
+            by_reason[cut.reason] += gone
+            dead[cut.place >> 32].append(((cut.place & 0xFFFFFFFF) + cut.keep, gone))
+        for segment, ranges in dead.items():
+            self.unlive(txn, segment, ranges, freed)
         for reason, blocks in by_reason.items():
-            if blocks:
-                self._emit(BlocksEvicted(blocks, reason))
+            self._emit(BlocksEvicted(blocks, reason))
 
-    def cut(self, txn: WriteTxn, cut: Cut, freed: Freed) -> int:
-        """Shorten one extent in the index; what to do on the backend is added to `freed`. Returns blocks cut."""
-        life = txn.life(cut.place)
-        if life is None or life.n <= cut.keep:
+    def _cut(self, txn: WriteTxn, cut: Cut) -> int:
+        """Shorten one extent in the index; returns the blocks cut, that are still to be counted as dead."""
+        head = txn.life_head(cut.place)
+        if head is None or head[0] <= cut.keep:
             return 0
-        gone = life.n - cut.keep
-        segment, slot = cut.place >> 32, cut.place & 0xFFFFFFFF
-        if cut.keep:
+        blocks, first = head
+        if cut.keep == 0:
+            txn.drop_extent(cut.place, first)
+        elif (life := txn.life(cut.place)) is not None:
             life.cut(cut.keep)
             txn.put_life(cut.place, life)
-        else:
-            txn.drop_extent(life, cut.place)
-        self.unlive(txn, segment, [(slot + cut.keep, gone)], freed)
-        return gone
+        return blocks - cut.keep
 
     def count_dead(self, txn: WriteTxn, segment: int, count: int) -> None:
         """Count slots of a segment that is about to go as dead."""
@@ -214,7 +220,7 @@ class Reclaimer:
             freed.files[segment] = info
         elif self._backend.can_punch:
             info.allocated -= count * self._slot
-            freed.ranges[name].extend(ranges)
+            freed.add(name, ranges)
         txn.put_segment(segment, info)
 
     def release(self, freed: Freed) -> None:

@@ -127,7 +127,7 @@ class Recovery:
         with self._index.write() as txn:
             for place, life in list(txn.lives(number)):
                 txn.note_gaps()
-                txn.drop_extent(life, place)
+                txn.drop_extent(place, life.first)
             txn.drop_segment(number)
 
     def _finish(self, number: int, info: SegmentInfo) -> None:

@@ -191,10 +191,10 @@ class Space:
         if info is None or info.sealed:
             freed.lost.add(writer.number)
             return False
-        raw = life.encode()
+        place, raw = PLACE.pack(extent.segment, extent.first_slot), life.encode()
         self.displace(txn, extent, freed)
         txn.put_extent(extent)
-        txn.put_raw_life(PLACE.pack(extent.segment, extent.first_slot), raw)
+        txn.put_raw_life(place, raw)
         info.used = max(info.used, extent.first_slot + extent.blocks)
         info.live += extent.blocks
         txn.put_segment(writer.number, info)
@@ -202,7 +202,7 @@ class Space:
         def settle(committed: bool) -> None:
             if committed:
                 writer.publish(extent, stamp)
-                self._cache.note_stored(extent, life, raw)
+                self._cache.note_stored(extent, place, life, raw)
                 self.reclaimer.note_stored(extent.place, life)
 
         txn.endings.append(settle)
@@ -225,7 +225,7 @@ class Space:
         if info is not None:
             info.allocated -= count * self._slot
             txn.put_segment(writer.number, info)
-            freed.ranges[writer.name].append((slot, count))
+            freed.add(writer.name, [(slot, count)])
 
     def _counted(self, txn: WriteTxn, writer: SegmentWriter) -> SegmentInfo | None:
         """A segment's record, to be put back, with all that is reserved."""
@@ -353,7 +353,7 @@ class Space:
             txn.note_gaps()
             blocks = 0
             for place, life in list(txn.lives(number)):
-                txn.drop_extent(life, place)
+                txn.drop_extent(place, life.first)
                 blocks += life.n
             info = self._counted(txn, ours[0]) if ours else txn.segment(number)
             if info is not None:

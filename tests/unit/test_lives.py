@@ -64,7 +64,7 @@ class Place:
             life.cut(keep)
             txn.put_life(extent.place, life)
         else:
-            txn.drop_extent(life, extent.place)
+            txn.drop_extent(extent.place, life.first)
 
     def walk(self, blob: bytes, txn: IndexTxn | None = None) -> Walked:
         if txn is not None:

@@ -65,7 +65,7 @@ def apply(txn: WriteTxn, cuts: tuple[Cut, ...], kept: dict[int, int]) -> None:
         if cut.keep:
             txn.put_life(cut.place, made)
         else:
-            txn.drop_extent(made, cut.place)
+            txn.drop_extent(cut.place, made.first)
 
 
 @st.composite
