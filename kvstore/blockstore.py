@@ -32,13 +32,13 @@ from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec
+from duokv.kvstore.segment import Piece
 from duokv.kvstore.space import Space
-from duokv.kvstore.staging import Chunk, Payload, Piece, SlotsNotWritten, plan_chunks, write_chunks
+from duokv.kvstore.staging import Chunk, Payload, SlotsNotWritten, plan_chunks, write_chunks
 from duokv.kvstore.walk import (
     CommitWalk,
     Found,
     MissReason,
-    Runs,
     head_of_hops,
     head_of_runs,
     overlap,
@@ -83,6 +83,7 @@ class BlockStore:
         index.watch(self._cache.ended)
         self._stamps = Stamps()
         self._flushed = 0
+        self._use_flush = round(config.use_flush_s * 1000) << SEQUENCE_BITS
         self.policies = PolicyBook()
         self.space = Space(
             index=index, backend=backend, geometry=geometry, config=config, clock=clock, emit=emit,
@@ -180,7 +181,7 @@ class BlockStore:
         if granted < wanted and self._compactor is not None:
             self._compactor.run((wanted - granted) * self._codec.slot_bytes)
             granted = self.space.make_room(wanted, class_id, policy, stamp)
-        pieces = self._pieces(walk.runs if granted == wanted else head_of_runs(walk.runs, granted), class_id)
+        pieces = self.space.allocate(class_id, walk.runs if granted == wanted else head_of_runs(walk.runs, granted))
         if payload is not None and not self._write_pieces(pieces, payload, walk.origin, class_id):
             return 0, walk.present
         freed = Freed()
@@ -203,16 +204,6 @@ class BlockStore:
         except lmdb.Error as error:
             self._emit(Degraded("index", f"space of replaced blocks and full segments not settled: {error}"))
         return stored, walk.present
-
-    def _pieces(self, runs: Runs, class_id: int) -> list[Piece]:
-        """Slots for runs of blocks, none crossing a segment or a gap in the prompt."""
-        pieces = []
-        for start, count in runs:
-            block = start
-            for allocation in self.space.allocate(class_id, count):
-                pieces.append(Piece(allocation.writer, allocation.slot, block, allocation.count))
-                block += allocation.count
-        return pieces
 
     def _write_pieces(self, pieces: list[Piece], payload: Payload, origin: Origin, class_id: int) -> bool:
         stored_at = int(self._clock.wall())
@@ -303,7 +294,7 @@ class BlockStore:
     # -- lives and housekeeping --------------------------------------------------------------------------------------
 
     def _due(self, stamp: int) -> bool:
-        return stamp - self._flushed >= round(self._config.use_flush_s * 1000) << SEQUENCE_BITS
+        return stamp - self._flushed >= self._use_flush
 
     @property
     def default_class(self) -> str:

@@ -17,7 +17,8 @@ from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import plan_compaction
 from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec, Trailer
-from duokv.kvstore.space import Allocation, Space
+from duokv.kvstore.segment import Piece
+from duokv.kvstore.space import Space
 
 _CHUNK = 32
 _READ_S = 60.0
@@ -61,9 +62,9 @@ class Compactor:
 
     def _move(self, name: str, extent: Extent, blocks: int, rows: Rows) -> bool:
         """Copy an extent's first `blocks` blocks; what does not verify ends it. False if it cannot be read now."""
-        copies: list[tuple[Allocation, int]] = []
+        copies: list[tuple[Piece, int]] = []
         done, reason = 0, None
-        for piece in self._space.allocate(extent.class_id, blocks):
+        for piece in self._space.allocate(extent.class_id, [(0, blocks)]):
             if reason is None:
                 copied, reason = self._copy(name, extent, done, piece, rows)
                 copies.append((piece, copied))
@@ -73,7 +74,7 @@ class Compactor:
         self._space.forget_unpublished()
         return reason != "unreadable"
 
-    def _copy(self, name: str, extent: Extent, done: int, piece: Allocation, rows: Rows) -> tuple[int, str | None]:
+    def _copy(self, name: str, extent: Extent, done: int, piece: Piece, rows: Rows) -> tuple[int, str | None]:
         slot_bytes = self._codec.slot_bytes
         for at in range(0, piece.count, _CHUNK):
             chunk = rows[: min(_CHUNK, piece.count - at)]
@@ -99,7 +100,7 @@ class Compactor:
                 return at + good, reason
         return piece.count, None
 
-    def _publish(self, name: str, extent: Extent, copies: list[tuple[Allocation, int]], reason: str | None) -> None:
+    def _publish(self, name: str, extent: Extent, copies: list[tuple[Piece, int]], reason: str | None) -> None:
         """Point the index at the copies, of all or none; `reason`: why what follows them is lost, None if all is there.
 
         The old place keeps nothing of the extent.

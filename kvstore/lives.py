@@ -6,8 +6,9 @@ index for the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TypeAlias
+
+import msgspec
 
 from duokv.kvstore.extent import EXTENT_HEAD, PLACE, PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, stamp_of
 from duokv.kvstore.index import IndexTxn, WriteTxn
@@ -61,8 +62,7 @@ Hops: TypeAlias = list[tuple[Hop, int]]
 """Extents along a prompt, each with how many of its leading blocks the prompt has."""
 
 
-@dataclass(slots=True, eq=False)
-class Walked:
+class Walked(msgspec.Struct, eq=False):
     """The extents that hold a prompt's blocks from some block on without a gap; `end` is the block after them.
 
     Not to be changed: who asks the same next gets this object.
@@ -73,7 +73,7 @@ class Walked:
 
     end: int
     exact: int
-    hops: Hops = field(default_factory=list)
+    hops: Hops = []
     whole: int = 0
     stop: int = 0
     last: bytes = b""

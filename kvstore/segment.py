@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from duokv.kvstore.backend import Backend, FileInfo, ReadOp, Writer
@@ -188,6 +189,15 @@ class SegmentWriter:
     def abort(self) -> None:
         """Remove the file."""
         self._writer.abort()
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Slots for a run of blocks: `count` of a segment from `slot` on, for blocks from `block` on."""
+
+    writer: SegmentWriter
+    slot: int
+    block: int
+    count: int
 
 
 def seal_file(

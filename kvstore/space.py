@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable
 
 import lmdb
-import msgspec
 
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
@@ -22,18 +21,11 @@ from duokv.kvstore.index import Index, SegmentInfo, WriteTxn
 from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaimer import Freed, Reclaimer
-from duokv.kvstore.segment import SegmentWriter, footer_reserve
+from duokv.kvstore.segment import Piece, SegmentWriter, footer_reserve
+from duokv.kvstore.walk import Runs
 
 _LIVE_SHARE = 0.85
 """Part of the slots that may be live without punch: below it the emptiest segments have few survivors to copy."""
-
-
-class Allocation(msgspec.Struct, frozen=True):
-    """`count` consecutive slots from `slot` on in the segment of `writer`."""
-
-    writer: SegmentWriter
-    slot: int
-    count: int
 
 
 class Space:
@@ -137,20 +129,25 @@ class Space:
         segments = -(-slots // self.segment_slots)
         return grown + slots * self._slot + segments * footer_reserve(self.segment_slots)
 
-    def allocate(self, class_id: int, slots: int) -> list[Allocation]:
-        """Take `slots` slots for a class, opening segments as needed. OSError when the backend has no space."""
+    def allocate(self, class_id: int, runs: Runs) -> list[Piece]:
+        """Take slots for runs of blocks of a class, opening segments as needed: none crosses a segment or a gap.
+
+        OSError when the backend has no space.
+        """
         taken = []
-        while slots:
-            active = self._active.get(class_id)
-            if active is not None and active.room == 0:
-                self._full.append(self._active.pop(class_id))
-                active = None
-            if active is None:
-                active = self._open(class_id)
-            count = min(slots, active.room)
-            active.reserve(count, step=self._step_within(active, count))
-            taken.append(Allocation(active, active.take(count), count))
-            slots -= count
+        for first, blocks in runs:
+            block, end = first, first + blocks
+            while block < end:
+                active = self._active.get(class_id)
+                if active is not None and active.room == 0:
+                    self._full.append(self._active.pop(class_id))
+                    active = None
+                if active is None:
+                    active = self._open(class_id)
+                count = min(end - block, active.room)
+                active.reserve(count, step=self._step_within(active, count))
+                taken.append(Piece(active, active.take(count), block, count))
+                block += count
         return taken
 
     def _step_within(self, active: SegmentWriter, count: int) -> int:

@@ -7,12 +7,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.record import Chain
-from duokv.kvstore.segment import SegmentWriter
+from duokv.kvstore.segment import Piece, SegmentWriter
 
 WRITE_BYTES = 4 << 20
 """Bytes of one write: large enough for the device, small enough to stay in cache between copy and write."""
@@ -31,15 +29,6 @@ class Payload:
     fill: Callable[[int, Rows], None]
     chain: Chain
     sealed: Callable[[int, int, Rows], None]
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """Slots for a run of blocks: `count` of a segment from `slot` on, for blocks from `block` on."""
-
-    writer: SegmentWriter
-    slot: int
-    block: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import pytest
 
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.reader import Rows
-from duokv.kvstore.segment import SegmentWriter
-from duokv.kvstore.staging import WRITE_BYTES, Chunk, Piece, SlotsNotWritten, plan_chunks, write_chunks
+from duokv.kvstore.segment import Piece, SegmentWriter
+from duokv.kvstore.staging import WRITE_BYTES, Chunk, SlotsNotWritten, plan_chunks, write_chunks
 
 MOST = 32
 SLOT = WRITE_BYTES // MOST
