@@ -29,8 +29,8 @@ Rows = npt.NDArray[np.uint8]
 MAX_READ_BYTES = 1 << 20
 """Bytes of one read: larger ones gain nothing on a local disk, and of the last ones little is left to verify."""
 _CHECKERS = 2
-"""Threads that verify at a time: more contend for the interpreter's lock, and are slower together. More do only when as
-many reads wait as there are threads, since each that waits may hold a stage."""
+"""Threads that verify at a time, beside those that read: more contend for the interpreter's lock, and are slower
+together. More do only when as many reads wait as there are threads that read, since each that waits may hold a stage."""
 LATE = "deadline"
 Check = Callable[[int, Rows], list[str | None]]
 """`check(i, rows)`: per row, why it is not block i, i + 1, ... of the plan, or None where it is. On any thread."""
@@ -195,7 +195,7 @@ class _Read:
 
 
 class BlockReader:
-    """A few daemon threads that read and verify. Thread-safe."""
+    """A few daemon threads that read, and others that verify. Thread-safe."""
 
     def __init__(self, backend: Backend, *, threads: int, slot_bytes: int, monotonic: Callable[[], float]) -> None:
         self.threads = max(1, min(threads, backend.concurrency))
@@ -211,6 +211,8 @@ class BlockReader:
         self._unchecked: deque[_Read] = deque()
         self._checking = 0
         """Threads verifying now."""
+        self._read_one: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Wakes a thread that verifies; False ends it."""
         self._abandoned: list[_Job] = []
         """Jobs nobody waits for any more whose reads may still write into their rows."""
 
@@ -300,12 +302,17 @@ class BlockReader:
         """Let idle threads end; one stuck in a backend call is left behind."""
         for _ in self._started:
             self._queue.put(None)
+            self._read_one.put(False)
 
     def _start(self) -> None:
-        if len(self._started) < self.threads:
+        wanted = self.threads + _CHECKERS
+        if len(self._started) < wanted:
             with self._lock:
-                while len(self._started) < self.threads:
-                    thread = threading.Thread(target=self._work, name="duokv-read", daemon=True)
+                while len(self._started) < wanted:
+                    work, name = self._work, "duokv-read"
+                    if len(self._started) >= self.threads:
+                        work, name = self._check_often, "duokv-check"
+                    thread = threading.Thread(target=work, name=name, daemon=True)
                     thread.start()
                     self._started.append(thread)
 
@@ -330,13 +337,22 @@ class BlockReader:
             return
         with self._lock:
             self._unchecked.append(read)
-            if self._checking >= _CHECKERS and len(self._unchecked) < self.threads:
+            behind = len(self._unchecked) >= self.threads
+        if behind or self._queue.empty():
+            self._check_all(behind=behind)
+        else:
+            self._read_one.put(True)
+
+    def _check_often(self) -> None:
+        while self._read_one.get():
+            self._check_all()
+
+    def _check_all(self, *, behind: bool = False) -> None:
+        """Verify what has been read, whoever read it, until nothing is left; or leave it to the others that do."""
+        with self._lock:
+            if self._checking >= _CHECKERS and not behind:
                 return
             self._checking += 1
-        self._check_all()
-
-    def _check_all(self) -> None:
-        """Verify what has been read, whoever read it, until nothing is left."""
         while True:
             with self._lock:
                 if not self._unchecked:
