@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -60,6 +60,8 @@ class BlockLoader:
         self._max_slots = max(1, MAX_READ_BYTES // codec.slot_bytes)
         first, early = (max(1, nbytes // codec.slot_bytes) for nbytes in (_FIRST_READ_BYTES, _EARLY_READ_BYTES))
         self._ramp = (first, *[early] * (reader.threads - 1))
+        self._files: dict[int, str] = {}
+        """Of the segments met so far; a number is never used again."""
         self._max_copied = max(1, _MAX_COPY_BYTES // codec.slot_bytes)
 
     def stream(self, wanted: Wanted, rows: Rows, lent: Lent | None, deadline_s: float) -> Iterator[int]:
@@ -126,14 +128,14 @@ class BlockLoader:
         """As many as make a copy worth it, fewer if threads would be left without one."""
         return min(self._max_copied, max(self._max_slots, -(-rows // self._reader.threads)))
 
-    def _names(self, reads: Sequence[Span]) -> dict[int, str]:
-        """The files of those segments of a plan that the index knows."""
-        with self._index.read() as txn:
-            return {
-                number: info.name(number)
-                for number in {span.segment for span in reads}
-                if (info := txn.segment(number)) is not None
-            }
+    def _names(self, reads: Sequence[Span]) -> Mapping[int, str]:
+        """The files of those segments of a plan that the index knows, or knew: a file that is gone since says so."""
+        numbers = {span.segment for span in reads}
+        if not numbers <= self._files.keys():
+            with self._index.read() as txn:
+                known = {number: info.name(number) for number in numbers if (info := txn.segment(number)) is not None}
+            self._files.update(known)
+        return self._files
 
     def _settle(self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str) -> tuple[tuple[Span, ...], str]:
         """Decide what a failed row means: new places if the block moved, else none, and why it is a miss."""

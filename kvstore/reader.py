@@ -30,7 +30,7 @@ MAX_READ_BYTES = 1 << 20
 """Bytes of one read: larger ones gain nothing on a local disk, and of the last ones little is left to verify."""
 _CHECKERS = 2
 """Threads that verify at a time, beside those that read: more contend for the interpreter's lock, and are slower
-together. More do only when as many reads wait as there are threads that read, since each that waits may hold a stage."""
+together. More do only when as many reads wait as there are threads to read, since each that waits may hold a stage."""
 LATE = "deadline"
 Check = Callable[[int, Rows], list[str | None]]
 """`check(i, rows)`: per row, why it is not block i, i + 1, ... of the plan, or None where it is. On any thread."""
