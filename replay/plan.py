@@ -153,7 +153,7 @@ def anchor(*, hit_tokens: int, prompt_tokens: int, policy: ReplayPolicy, decoder
     """
     _check(hit_tokens, prompt_tokens, policy, decoder_start)
     adopted = _adopted(hit_tokens, prompt_tokens, policy)
-    return min(adopted, _floor(_decoder_start(prompt_tokens, policy, decoder_start), policy.window_tokens))
+    return _anchor(adopted, _decoder_start(prompt_tokens, policy, decoder_start), policy)
 
 
 def swa_candidates(
@@ -163,8 +163,9 @@ def swa_candidates(
 
     Arguments and errors as in `plan_replay`.
     """
-    best = anchor(hit_tokens=hit_tokens, prompt_tokens=prompt_tokens, policy=policy, decoder_start=decoder_start)
-    return tuple(boundary for boundary in (best, best - policy.window_tokens) if boundary > 0)
+    _check(hit_tokens, prompt_tokens, policy, decoder_start)
+    adopted = _adopted(hit_tokens, prompt_tokens, policy)
+    return _candidates(adopted, _decoder_start(prompt_tokens, policy, decoder_start), policy)
 
 
 def plan_replay(
@@ -185,14 +186,12 @@ def plan_replay(
     UsageError on negative numbers, an empty prompt, a decoder_start later than first admission would give, or a swa_at
     that is no candidate.
     """
-    candidates = swa_candidates(
-        hit_tokens=hit_tokens, prompt_tokens=prompt_tokens, policy=policy, decoder_start=decoder_start
-    )
-    if swa_at is not None and swa_at not in candidates:
-        usable_here = " or ".join(map(str, (*candidates, None)))
-        raise UsageError(f"swa_at = {swa_at} is no candidate boundary of this request; give {usable_here}")
+    _check(hit_tokens, prompt_tokens, policy, decoder_start)
     decoder = _decoder_start(prompt_tokens, policy, decoder_start)
     adopted = _adopted(hit_tokens, prompt_tokens, policy)
+    if swa_at is not None and swa_at not in (candidates := _candidates(adopted, decoder, policy)):
+        usable_here = " or ".join(map(str, (*candidates, None)))
+        raise UsageError(f"swa_at = {swa_at} is no candidate boundary of this request; give {usable_here}")
     if adopted == 0:
         short = min(hit_tokens, prompt_tokens - 1) >= policy.window_tokens
         return ReplayPlan(0, 0, 0, decoder, Reason.SHORT_HIT if short else Reason.NO_HIT)
@@ -261,6 +260,16 @@ def _adopted(hit_tokens: int, prompt_tokens: int, policy: ReplayPolicy) -> int:
     """The longest block-aligned hit that leaves a row to compute, 0 if it is too short to adopt."""
     aligned = _floor(min(hit_tokens, prompt_tokens - 1), policy.window_tokens)
     return aligned if aligned > policy.window_tokens else 0
+
+
+def _anchor(adopted: int, decoder: int, policy: ReplayPolicy) -> int:
+    return min(adopted, _floor(decoder, policy.window_tokens))
+
+
+def _candidates(adopted: int, decoder: int, policy: ReplayPolicy) -> tuple[int, ...]:
+    best = _anchor(adopted, decoder, policy)
+    before = best - policy.window_tokens
+    return (best, before) if before > 0 else (best,) if best > 0 else ()
 
 
 def _decoder_start(prompt_tokens: int, policy: ReplayPolicy, given: int | None) -> int:
