@@ -14,13 +14,15 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from duokv.bench.workload import KeyMemo, OutputEnd, TraceRequest, block_tokens, with_output_ends
+from duokv.bench.keymemo import KeyMemo, block_tokens
+from duokv.bench.keys_ahead import WORTH_IT, KeysAhead
+from duokv.bench.workload import OutputEnd, Run, TraceRequest, with_output_ends
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
@@ -44,6 +46,7 @@ from duokv.replay.plan import (
     valid_from,
 )
 
+_Pair: TypeAlias = tuple[TraceRequest, OutputEnd | None]
 Keep = Literal["every-block", "prompt-end", "prompt-and-output-end"]
 _MAINTAIN_S = 3600.0
 _KEPT_TOKENS = 96 << 20
@@ -145,8 +148,8 @@ class Simulation:
         self._maintain_s = max(_MAINTAIN_S, min(ttls) / 24) if ttls else math.inf
         self._clock = Clock(wall=lambda: self._now, monotonic=lambda: self._now)
         self._geometry = CacheGeometry.preset(options.geometry)
-        root = NAMESPACE.root()
-        self._memo = KeyMemo(root) if options.keys == "memo" else KeyMemo(root, token_bytes=_KEPT_TOKENS)
+        self._root = NAMESPACE.root()
+        self._memo = KeyMemo(self._root, token_bytes=1 << 20 if options.keys == "memo" else _KEPT_TOKENS)
         self._ends: list[tuple[float, int, OutputEnd, int]] = []
         self._evicted: defaultdict[str, int] = defaultdict(int)
         # A state restored or put under a bound of bytes is metadata only, unless real bytes are asked for.
@@ -164,8 +167,10 @@ class Simulation:
         """Simulate request by request in arrival order."""
         started = time.perf_counter()
         outputs = self.options.swa_keep == "prompt-and-output-end"
-        pairs = with_output_ends(requests) if outputs else ((request, None) for request in requests)
+        pairs = list(with_output_ends(requests) if outputs else ((request, None) for request in requests))
         with ExitStack() as stack:
+            if self.options.keys == "memo":
+                self._derive_ahead(stack, pairs)
             store = stack.enter_context(self._open(stack))
             store.events.subscribe(self._count)
             serve = self._serve_real if self.options.payload == "real" else self._serve
@@ -182,6 +187,13 @@ class Simulation:
             self.report.bytes["stored"] = store.stats().blocks * self._geometry.slot_bytes
         self.report.evictions = dict(self._evicted)
         self._check_sums()
+
+    def _derive_ahead(self, stack: ExitStack, pairs: Sequence[_Pair]) -> None:
+        """Have the keys of a long trace derived by another processor meanwhile, where there is one."""
+        pieces = self._memo.plan(_in_order_of_need(pairs))
+        if sum([piece.blocks for piece in pieces]) >= WORTH_IT:
+            with suppress(OSError):
+                self._memo.take_from(stack.enter_context(KeysAhead(self._root, pieces)).keys)
 
     def _open(self, stack: ExitStack) -> KVStore:
         options = self.options
@@ -339,6 +351,17 @@ def simulate(
         if on_request is not None:
             on_request(served)
     return simulation.report
+
+
+def _in_order_of_need(pairs: Iterable[_Pair]) -> Iterator[Sequence[Run]]:
+    """The prompts in the order in which `Simulation.run` asks for keys of theirs."""
+    ends: list[tuple[float, int, Sequence[Run]]] = []
+    for number, (request, end) in enumerate(pairs):
+        while ends and ends[0][0] <= request.t:
+            yield heapq.heappop(ends)[2]
+        yield request.runs
+        if end is not None:
+            heapq.heappush(ends, (end.t, number, end.runs))
 
 
 def _key(blob: bytes, blocks: int) -> bytes:

@@ -9,7 +9,8 @@ import pytest
 from trace_oracle import block_ids, expiry_hits, token_hit_rate
 
 from duokv.bench.generator import DAY_S, Quantiles, generate
-from duokv.bench.workload import KeyMemo, TraceRequest, with_output_ends
+from duokv.bench.keymemo import KeyMemo
+from duokv.bench.workload import TraceRequest, with_output_ends
 from duokv.kvstore.errors import UsageError
 
 KINDS = ("agent", "chat", "rag")
