@@ -22,7 +22,8 @@ from duokv.kvstore.buffers import aligned
 from duokv.kvstore.errors import StoreError, UsageError
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.reader import Rows, Span, copy_rows
+from duokv.kvstore.reader import Rows, copy_rows
+from duokv.kvstore.spans import Span
 from duokv.kvstore.walk import Runs, overlap
 
 SMALL_SHARE = 0.4

@@ -16,8 +16,9 @@ from duokv.kvstore.events import BlockQuarantined, BlocksLoaded, Degraded, Event
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.index import Index
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.reader import LATE, MAX_READ_BYTES, BlockReader, Copies, Rows, Span, is_unreadable, plan_reads
+from duokv.kvstore.reader import LATE, MAX_READ_BYTES, BlockReader, Copies, Rows, is_unreadable
 from duokv.kvstore.record import BlockCodec, Chain
+from duokv.kvstore.spans import Span, plan_reads
 
 _FIRST_READ_BYTES = 256 << 10
 """Bytes of a load's first read, so that who streams it can begin."""

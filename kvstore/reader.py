@@ -17,12 +17,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from duokv.kvstore.backend import Backend, ReadOp
 from duokv.kvstore.buffers import BufferPool, Lent
+from duokv.kvstore.spans import Span
 
 Rows = npt.NDArray[np.uint8]
 """`[n, slot_bytes]` uint8."""
@@ -36,45 +36,6 @@ Check = Callable[[int, Rows], list[str | None]]
 """`check(i, rows)`: per row, why it is not block i, i + 1, ... of the plan, or None where it is. On any thread."""
 _RAISED = "raised"
 _ERRNOS = frozenset(errno.errorcode.values())
-
-
-class Span(msgspec.Struct, frozen=True):
-    """`count` blocks of a prompt from block `block` on, in consecutive slots of a segment from `slot` on."""
-
-    segment: int
-    slot: int
-    block: int
-    count: int
-
-
-def plan_reads(spans: Sequence[Span], *, ramp: Sequence[int], max_slots: int) -> tuple[Span, ...]:
-    """Join spans that continue each other in the file and in the prompt, then cut them to `max_slots` each.
-
-    ramp: the most slots of the first reads, small ones: who streams a load can begin with the first, and a device may
-    answer none of several reads before all of them are done.
-
-    Holes are not read over: on a local disk four reads in flight hide what a call costs (0.02 ms), and the bytes of one
-    large slot take longer than that.
-    """
-    joined: list[Span] = []
-    for span in spans:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and (last.segment, last.slot + last.count, last.block + last.count) == (span.segment, span.slot, span.block)
-        ):  # fmt: skip
-            joined[-1] = Span(last.segment, last.slot, last.block, last.count + span.count)
-        else:
-            joined.append(span)
-    reads: list[Span] = []
-    for span in joined:
-        at = 0
-        while at < span.count:
-            most = ramp[len(reads)] if len(reads) < len(ramp) else max_slots
-            count = min(most, span.count - at)
-            reads.append(Span(span.segment, span.slot + at, span.block + at, count))
-            at += count
-    return tuple(reads)
 
 
 def is_unreadable(reason: str) -> bool:

@@ -8,8 +8,9 @@ from duokv.kvstore.backend import Backend
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.reader import LATE, BlockReader, Rows, Span
+from duokv.kvstore.reader import LATE, BlockReader, Rows
 from duokv.kvstore.record import BlockCodec, Trailer
+from duokv.kvstore.spans import Span
 
 MAX_SLOTS = 32
 """Slots of one read."""

@@ -10,7 +10,7 @@ from duokv.kvstore.extent import PLACE
 from duokv.kvstore.index import IndexTxn
 from duokv.kvstore.lives import ExtentCache, Hop, Hops
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.reader import Span
+from duokv.kvstore.spans import Span
 
 Runs = list[tuple[int, int]]
 """[(first block, blocks)], rising and apart."""

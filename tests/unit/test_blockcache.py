@@ -16,7 +16,8 @@ from duokv.kvstore.blockcache import SMALL_SHARE, BlockCache, S3Fifo
 from duokv.kvstore.errors import StoreError, UsageError
 from duokv.kvstore.extent import place_of
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.reader import Rows, Span
+from duokv.kvstore.reader import Rows
+from duokv.kvstore.spans import Span
 
 SLOT = 4096
 

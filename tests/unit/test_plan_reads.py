@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duokv.kvstore.reader import Span, plan_reads
+from duokv.kvstore.spans import Span, plan_reads
 
 SPANS = st.lists(st.builds(Span, st.integers(1, 2), st.integers(0, 20), st.just(0), st.integers(1, 6)), max_size=6)
 

@@ -14,7 +14,8 @@ from duokv.connectors.fs_faulty import Fail, Fault, FaultyBackend, Shorten, Stal
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.backend import ReadOp
 from duokv.kvstore.buffers import BufferPool, Lent
-from duokv.kvstore.reader import LATE, BlockReader, Check, Copies, Rows, Span, is_unreadable, plan_reads
+from duokv.kvstore.reader import LATE, BlockReader, Check, Copies, Rows, is_unreadable
+from duokv.kvstore.spans import Span, plan_reads
 
 SLOT = 4096
 LONG_S = 600.0
