@@ -18,7 +18,7 @@ PREFIX_BYTES = 16
 SEQUENCE_BITS = 20
 
 Steps = dict[int, list[tuple[int, int]]]
-"""class number -> [(up to block, stamp)], up-to rising, stamps falling."""
+"""class number -> [(up to block, stamp)], up-to rising, stamps falling. The lists are never changed in place."""
 
 PLACE = struct.Struct(">II")
 _EXTENT = struct.Struct(">IIIIHBB")
@@ -123,7 +123,8 @@ class Life:
     @classmethod
     def born(cls, n: int, chain_pos: int, first: bytes, class_id: int, stamp: int) -> Life:
         """The life of an extent just stored by a class."""
-        return cls(n, chain_pos, first, {class_id: [(n, stamp)], BORN_CLASS: [(n, stamp)]})
+        steps = [(n, stamp)]
+        return cls(n, chain_pos, first, {class_id: steps, BORN_CLASS: steps})
 
     def encode(self) -> bytes:
         """The record's bytes (FORMAT.md)."""

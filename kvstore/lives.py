@@ -129,14 +129,19 @@ class ExtentCache:
     def _follow(self, txn: IndexTxn, blob: bytes, at: int, end: int, epoch: int | None, walked: Walked) -> None:
         """Hop from extent to extent from byte `at` of a key blob on."""
         known = self._firsts.get
-        hops, era = walked.hops, self._era
+        hops = walked.hops
         stepped: list[tuple[Hop, int]] = []
         jumped = False
         while at < end:
             hop = known(blob[at : at + PREFIX_BYTES])
             if hop is not None and hop.epoch == epoch:
                 way = hop.way
-                if way is not None and way.era == era and at < way.stop <= end and _leads_to(way, blob, at, walked):
+                if (
+                    way is not None
+                    and way.era == self._era
+                    and at < way.stop <= end
+                    and _leads_to(way, blob, at, walked)
+                ):
                     if not jumped:
                         stepped.append((hop, len(hops)))
                         jumped = True
@@ -164,9 +169,10 @@ class ExtentCache:
         walked.end = at // KEY_BYTES
         if epoch is not None:
             walked.era = self._era
-            # Those after a jump would each keep a way of their own alive.
+            # Those after a jump would each keep a way of their own alive, and a step needs none.
             for passed, step in stepped:
-                passed.way, passed.step = walked, step
+                if walked.whole - step > 1:
+                    passed.way, passed.step = walked, step
 
     def _read(self, txn: IndexTxn, blob: bytes, epoch: int | None) -> tuple[Hop | None, int]:
         """The extent that starts with the first block of `blob`, as the index has it, and the blocks they share."""
@@ -196,6 +202,7 @@ class ExtentCache:
                 life.merge(hop.life)
                 life.cut(life.n)
             hop.raw, hop.life, hop.epoch = raw, life, -1
+            self._era += 1
         return hop
 
     def note_stored(self, extent: Extent, place: bytes, life: Life, raw: bytes) -> None:
