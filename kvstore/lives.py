@@ -340,9 +340,9 @@ class ExtentCache:
         self._asked = (b"", 0, 0, None)
 
 
-def _leads_to(way: Walked, blob: bytes, at: int, walked: Walked) -> bool:
-    """Whether a way that goes on from byte `at` of a prompt's key blob is the prompt's; `walked` learns from it."""
-    if blob[way.stop - KEY_BYTES : way.stop - PREFIX_BYTES] != way.last:
+def _leads_to(way: Walked, blob: bytes, at: int, end: int, walked: Walked) -> bool:
+    """Whether a way goes on from byte `at` of a prompt's key blob, within it and as it does; `walked` learns from it."""
+    if not at < way.stop <= end or blob[way.stop - KEY_BYTES : way.stop - PREFIX_BYTES] != way.last:
         return False
     if walked.exact < 0 and way.exact * KEY_BYTES < way.stop:
         if way.exact * KEY_BYTES < at:
