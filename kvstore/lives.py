@@ -136,12 +136,7 @@ class ExtentCache:
             hop = known(blob[at : at + PREFIX_BYTES])
             if hop is not None and hop.epoch == epoch:
                 way = hop.way
-                if (
-                    way is not None
-                    and way.era == self._era
-                    and at < way.stop <= end
-                    and _leads_to(way, blob, at, walked)
-                ):
+                if way is not None and way.era == self._era and _leads_to(way, blob, at, end, walked):
                     if not jumped:
                         stepped.append((hop, len(hops)))
                         jumped = True
@@ -341,7 +336,7 @@ class ExtentCache:
 
 
 def _leads_to(way: Walked, blob: bytes, at: int, end: int, walked: Walked) -> bool:
-    """Whether a way goes on from byte `at` of a prompt's key blob, within it and as it does; `walked` learns from it."""
+    """Whether a way goes on from byte `at` of a key blob, within it and as it does; `walked` learns from it."""
     if not at < way.stop <= end or blob[way.stop - KEY_BYTES : way.stop - PREFIX_BYTES] != way.last:
         return False
     if walked.exact < 0 and way.exact * KEY_BYTES < way.stop:
