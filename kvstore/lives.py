@@ -133,21 +133,18 @@ class ExtentCache:
         stepped: list[tuple[Hop, int]] = []
         jumped = False
         while at < end:
+            step = len(hops)
             hop = known(blob[at : at + PREFIX_BYTES])
+            after = end + 1
             if hop is not None and hop.epoch == epoch:
-                way = hop.way
-                if way is not None and way.era == self._era and _leads_to(way, blob, at, end, walked):
+                if _go_on(hop, self._era, blob, at, end, walked):
                     if not jumped:
-                        stepped.append((hop, len(hops)))
-                        jumped = True
-                    hops += way.hops[hop.step : way.whole]
-                    at = way.stop
-                    walked.whole, walked.stop, walked.last = len(hops), at, way.last
+                        stepped.append((hop, step))
+                    jumped = True
+                    at = walked.stop
                     continue
                 count = hop.life.n
                 after = at + count * KEY_BYTES
-            else:
-                after = end + 1
             if hop is None or after > end or blob[after - KEY_BYTES : after - PREFIX_BYTES] != hop.last:
                 hop, count = self._read(txn, blob[at:end], epoch)
                 if hop is None or not count:
@@ -156,11 +153,11 @@ class ExtentCache:
             if hop.approx and walked.exact < 0:
                 walked.exact = at // KEY_BYTES
             if not jumped:
-                stepped.append((hop, len(hops)))
+                stepped.append((hop, step))
             hops.append((hop, count))
             at = after
             if count == hop.life.n:
-                walked.whole, walked.stop, walked.last = len(hops), at, hop.last
+                walked.whole, walked.stop, walked.last = step + 1, at, hop.last
         walked.end = at // KEY_BYTES
         if epoch is not None:
             walked.era = self._era
@@ -335,15 +332,20 @@ class ExtentCache:
         self._asked = (b"", 0, 0, None)
 
 
-def _leads_to(way: Walked, blob: bytes, at: int, end: int, walked: Walked) -> bool:
-    """Whether a way goes on from byte `at` of a key blob, within it and as it does; `walked` learns from it."""
-    if not at < way.stop <= end or blob[way.stop - KEY_BYTES : way.stop - PREFIX_BYTES] != way.last:
+def _go_on(hop: Hop, era: int, blob: bytes, at: int, end: int, walked: Walked) -> bool:
+    """Go from a hop at byte `at` of a key blob to the end of a former walk at once, if that is the prompt's way."""
+    way = hop.way
+    if way is None or way.era != era or not at < way.stop <= end:
+        return False
+    if blob[way.stop - KEY_BYTES : way.stop - PREFIX_BYTES] != way.last:
         return False
     if walked.exact < 0 and way.exact * KEY_BYTES < way.stop:
         if way.exact * KEY_BYTES < at:
             # It met one before that this walk did not come by, and does not say where the next one is.
             return False
         walked.exact = way.exact
+    walked.hops += way.hops[hop.step : way.whole]
+    walked.whole, walked.stop, walked.last = len(walked.hops), way.stop, way.last
     return True
 
 
