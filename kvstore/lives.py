@@ -131,16 +131,15 @@ class ExtentCache:
         known = self._firsts.get
         hops = walked.hops
         stepped: list[tuple[Hop, int]] = []
-        jumped = False
+        leading = end
         while at < end:
             step = len(hops)
             hop = known(blob[at : at + PREFIX_BYTES])
             after = end + 1
             if hop is not None and hop.epoch == epoch:
                 if _go_on(hop, self._era, blob, at, end, walked):
-                    if not jumped:
-                        stepped.append((hop, step))
-                    jumped = True
+                    stepped.append((hop, step))
+                    leading = min(leading, len(stepped))
                     at = walked.stop
                     continue
                 count = hop.life.n
@@ -152,8 +151,7 @@ class ExtentCache:
                 after = at + count * KEY_BYTES
             if hop.approx and walked.exact < 0:
                 walked.exact = at // KEY_BYTES
-            if not jumped:
-                stepped.append((hop, step))
+            stepped.append((hop, step))
             hops.append((hop, count))
             at = after
             if count == hop.life.n:
@@ -162,7 +160,7 @@ class ExtentCache:
         if epoch is not None:
             walked.era = self._era
             # Those after a jump would each keep a way of their own alive, and a step needs none.
-            for passed, step in stepped:
+            for passed, step in stepped[:leading]:
                 if walked.whole - step > 1:
                     passed.way, passed.step = walked, step
 
