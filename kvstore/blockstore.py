@@ -96,6 +96,17 @@ class BlockStore:
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 
+    def may_begin(self, key: bytes) -> bool:
+        """Whether a prompt with this first key may have a stored block: if not, the others need no hashing."""
+        try:
+            with self._state:
+                if self._cache.met(key[:PREFIX_BYTES]):
+                    return True
+                with self._index.read() as txn:
+                    return txn.record(key[:PREFIX_BYTES]) is not None
+        except lmdb.Error:
+            return True
+
     def find(
         self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool = False, use: bool = True
     ) -> Found:

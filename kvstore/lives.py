@@ -108,6 +108,10 @@ class ExtentCache:
         Until they are, lives say less than is true, never more.
         """
 
+    def met(self, first: bytes) -> bool:
+        """Whether an extent that begins with this key prefix was met; it may be gone since."""
+        return first in self._firsts
+
     def walk(self, txn: IndexTxn, blob: bytes, block: int, blocks: int) -> Walked:
         """Follow a prompt's key blob from block `block` to the first one that no extent holds.
 

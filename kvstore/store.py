@@ -168,7 +168,11 @@ class KVStore:
         ids = token_bytes(tokens)
         length = len(ids) // 4
         root = ns.root()
-        blob = chain_blob(root, ids, max(0, length - 1) // BLOCK_TOKENS, check_media(media))
+        blocks = max(0, length - 1) // BLOCK_TOKENS
+        parts = check_media(media)
+        blob = chain_blob(root, ids, min(1, blocks), parts)
+        if blocks > 1 and self.blocks.may_begin(blob):
+            blob = chain_blob(root, ids, blocks, parts)
         blocks = len(blob) // KEY_BYTES
         found = self.blocks.find(blob, blocks, traffic, exact_only=require is Origin.EXACT)
         hit = found.blocks * BLOCK_TOKENS
