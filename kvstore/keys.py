@@ -15,6 +15,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import SupportsIndex, TypeAlias, overload
 
 import numpy as np
@@ -32,7 +33,7 @@ TokenIds: TypeAlias = Sequence[int] | memoryview | npt.NDArray[np.integer]
 """int32/int64 buffer (numpy, torch on the CPU, array, memoryview) or a sequence of int; each id in [0, 2**32)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Namespace:
     """Everything outside the prompt that changes KV. Two different namespaces never share a block.
 
@@ -66,6 +67,10 @@ class Namespace:
 
     def root(self) -> bytes:
         """The 32-byte parent of every first block."""
+        return self._root
+
+    @cached_property
+    def _root(self) -> bytes:
         # Hashed first: HMAC pads a short key with zeros, and salts that end in zeros must differ too.
         salt = hashlib.sha256(b"\x00" if self.salt is None else b"\x01" + self.salt).digest()
         return hmac.digest(salt, self.canonical(), "sha256")
