@@ -43,7 +43,9 @@ class KeysAhead:
             fcntl.fcntl(self._keys, fcntl.F_SETPIPE_SZ, _AHEAD_BYTES)
 
     def keys(self, piece: Piece) -> bytes | None:
-        """The keys of the next piece; None if the process ended early."""
+        """The keys of the next piece; None if the process ended early, or was ended."""
+        if self._keys.closed:
+            return None
         keys = self._keys.read(piece.blocks * KEY_BYTES)
         return keys if len(keys) == piece.blocks * KEY_BYTES else None
 

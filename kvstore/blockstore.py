@@ -22,7 +22,7 @@ from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Degraded, Event, StoreFailed
 from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, stamp_of
 from duokv.kvstore.geometry import CacheGeometry
-from duokv.kvstore.index import Index, WriteTxn
+from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.lives import ExtentCache, Stamps
 from duokv.kvstore.origin import Origin
@@ -127,7 +127,7 @@ class BlockStore:
             reason: MissReason | None = None if found == blocks else "absent"
             if exact_only and exact < found:
                 held, found, reason = head_of_hops(held, exact), exact, "approx"
-            alive, part = self._cache.alive_lead(held, Cutoffs(policy, now_s))
+            alive, part = self._cache.alive_lead(txn, held, Cutoffs(policy, now_s))
             if alive < len(held):
                 expired, reason = held[alive][0], "expired"
                 held = held[:alive]
@@ -157,7 +157,7 @@ class BlockStore:
                     stamp = self._stamps.next(self._clock.wall())
                     walk = walk_for_commit(txn, self._cache, blob, blocks, first, origin)
                     if walk.hops:
-                        self._renew(walk, policy, class_id, stamp)
+                        self._renew(txn, walk, policy, class_id, stamp)
                 present = walk.present
                 if walk.runs:
                     stored, present = self._store(walk, class_id, policy, stamp, payload)
@@ -174,10 +174,10 @@ class BlockStore:
         self._emit(BlocksStored(name, stored, present, done.dropped, stored * self._codec.slot_bytes))
         return done
 
-    def _renew(self, walk: CommitWalk, policy: Policy, class_id: int, stamp: int) -> None:
+    def _renew(self, txn: IndexTxn, walk: CommitWalk, policy: Policy, class_id: int, stamp: int) -> None:
         held = walk.hops
         cutoffs = Cutoffs(policy, self._clock.wall())
-        alive, _ = self._cache.alive_lead(held, cutoffs)
+        alive, _ = self._cache.alive_lead(txn, held, cutoffs)
         for hop, count in held[alive:]:
             if hop.life.alive(cutoffs) < count:
                 self._cache.use(hop, BORN_CLASS, count, stamp)
@@ -327,7 +327,7 @@ class BlockStore:
                 until = stamp_of(self._clock.wall() + ttl_s)
                 held = 0
                 hops = self._cache.walk(txn, blob, 0, blocks).hops
-                whole, part = self._cache.alive_lead(hops, cutoffs)
+                whole, part = self._cache.alive_lead(txn, hops, cutoffs)
                 for hop, count in [*hops[:whole], *((hop, part) for hop, _ in hops[whole : whole + 1] if part)]:
                     self._cache.use(hop, PIN_CLASS, count, until)
                     held += count

@@ -16,8 +16,8 @@ from duokv.kvstore.keys import KEY_BYTES
 
 _MOST_EXTENTS = 100_000
 """Kept; beyond it all but those with unwritten uses are forgotten."""
-_MOST_WALKS_USED = 10_000
-"""Walks whose uses may wait to be noted extent by extent."""
+_MOST_USED = 100_000
+"""Extents, counted once for each walk, whose uses may wait to be noted."""
 CLOCK_BACK = (5_000 << SEQUENCE_BITS) - 1
 """A wall clock that went back further than this is followed, so that stamps do not stay in the future."""
 
@@ -42,10 +42,11 @@ class Hop:
 
     place: 8 bytes. last: key prefix of its last block. approx: whether its blocks are the result of a bounded replay
     somewhere before them. epoch: of the cache, when the index was last seen to be as is said here; -1 for never.
-    way: a walk that came by here, as its hop number `step`, for the next one to go to its end at once.
+    before: the one before it in its chain, and how many blocks of that. goal: where a walk that came by here ended, for
+    the next one to go there at once; both as of era `era` of the cache.
     """
 
-    __slots__ = ("approx", "epoch", "last", "life", "place", "raw", "step", "way")
+    __slots__ = ("approx", "before", "epoch", "era", "goal", "last", "life", "place", "raw")
 
     def __init__(self, place: bytes, raw: bytes, life: Life) -> None:
         self.place = place
@@ -54,8 +55,13 @@ class Hop:
         self.last = b""
         self.approx = False
         self.epoch = -1
-        self.way: Walked | None = None
-        self.step = 0
+        self.before: tuple[Hop, int] | None = None
+        self.goal: Hop | None = None
+        self.era = -1
+
+    def stop(self) -> int:
+        """The byte of a prompt's key blob after its last block's."""
+        return (self.life.chain_pos + self.life.n) * KEY_BYTES
 
 
 Hops: TypeAlias = list[tuple[Hop, int]]
@@ -67,17 +73,12 @@ class Walked(msgspec.Struct, eq=False):
 
     Not to be changed: who asks the same next gets this object.
 
-    exact: the first block of an approximate extent, `end` if there is none. whole: extents that the prompt has all
-    blocks of, ending before byte `stop` of its key blob with key prefix `last`; they are there still in era `era`.
+    exact: the first block of an approximate extent, `end` if there is none.
     """
 
     end: int
     exact: int
     hops: Hops = []
-    whole: int = 0
-    stop: int = 0
-    last: bytes = b""
-    era: int = -1
 
 
 class ExtentCache:
@@ -102,6 +103,8 @@ class ExtentCache:
         """(key blob, first block, blocks, epoch) of the last walk."""
         self._walked = Walked(0, 0)
         """Its answer: a commit often follows its lookup."""
+        self._waiting = 0
+        """Extents of these, counted once for each walk."""
         self._used: dict[tuple[bytes, int, int], tuple[Hops, int]] = {}
         """(walk, stamp) by (place of its last extent, blocks of it, class): uses not yet noted in its extents' lives.
 
@@ -122,10 +125,8 @@ class ExtentCache:
         asked = (blob, block, blocks, epoch)
         if asked == self._asked:
             return self._walked
-        walked = Walked(block, -1)
+        walked = Walked(block, block)
         self._follow(txn, blob, block * KEY_BYTES, blocks * KEY_BYTES, epoch, walked)
-        if walked.exact < 0:
-            walked.exact = walked.end
         if epoch is not None:
             self._asked, self._walked = asked, walked
         return walked
@@ -134,39 +135,44 @@ class ExtentCache:
         """Hop from extent to extent from byte `at` of a key blob on."""
         known = self._firsts.get
         hops = walked.hops
-        stepped: list[tuple[Hop, int]] = []
-        leading = end
+        # Of extents that overlap, those after a gap may be reached another way than from the beginning.
+        linking = epoch is not None and at == 0
+        stepped: list[Hop] = []
+        goal: Hop | None = None
+        tried: Hop | None = None
         while at < end:
-            step = len(hops)
             hop = known(blob[at : at + PREFIX_BYTES])
             after = end + 1
             if hop is not None and hop.epoch == epoch:
-                if _go_on(hop, self._era, blob, at, end, walked):
-                    stepped.append((hop, step))
-                    leading = min(leading, len(stepped))
-                    at = walked.stop
-                    continue
                 count = hop.life.n
                 after = at + count * KEY_BYTES
+                if hop.goal is not tried and hop.era == self._era:
+                    tried = hop.goal
+                    way, at = _way(hop, blob, at, end)
+                    if way:
+                        if hops and linking:
+                            hop.before = hops[-1]
+                        stepped.append(hop)
+                        hops += way
+                        goal = way[-1][0]
+                        continue
             if hop is None or after > end or blob[after - KEY_BYTES : after - PREFIX_BYTES] != hop.last:
                 hop, count = self._read(txn, blob[at:end], epoch)
                 if hop is None or not count:
                     break
                 after = at + count * KEY_BYTES
-            if hop.approx and walked.exact < 0:
-                walked.exact = at // KEY_BYTES
-            stepped.append((hop, step))
+            stepped.append(hop)
+            if hops and linking:
+                hop.before = hops[-1]
             hops.append((hop, count))
             at = after
             if count == hop.life.n:
-                walked.whole, walked.stop, walked.last = step + 1, at, hop.last
+                goal = hop
         walked.end = at // KEY_BYTES
-        if epoch is not None:
-            walked.era = self._era
-            # Those after a jump would each keep a way of their own alive, and a step needs none.
-            for passed, step in stepped[:leading]:
-                if walked.whole - step > 1:
-                    passed.way, passed.step = walked, step
+        walked.exact = next((hop.life.chain_pos for hop, _ in hops if hop.approx), walked.end)
+        if linking:
+            for hop in stepped:
+                hop.goal, hop.era = goal, self._era
 
     def _read(self, txn: IndexTxn, blob: bytes, epoch: int | None) -> tuple[Hop | None, int]:
         """The extent that starts with the first block of `blob`, as the index has it, and the blocks they share."""
@@ -188,15 +194,22 @@ class ExtentCache:
     def get(self, place: bytes, raw: bytes) -> Hop:
         """The extent at `place`, whose life in the index is `raw`, with this process's own uses."""
         hop = self._hops.get(place)
+        if hop is not None and hop.raw == raw:
+            return hop
+        life = Life.decode(raw)
+        if hop is not None and hop.life.first != life.first:
+            # A transaction that failed had given the place to another one.
+            self._forget(place)
+            self._dirty.discard(place)
+            hop = None
         if hop is None:
-            hop = self._hops[place] = Hop(place, raw, Life.decode(raw))
-        elif hop.raw != raw:
-            life = Life.decode(raw)
-            if place in self._dirty:
-                life.merge(hop.life)
-                life.cut(life.n)
-            hop.raw, hop.life, hop.epoch = raw, life, -1
-            self._era += 1
+            hop = self._hops[place] = Hop(place, raw, life)
+            return hop
+        if place in self._dirty:
+            life.merge(hop.life)
+            life.cut(life.n)
+        hop.raw, hop.life, hop.epoch = raw, life, -1
+        self._era += 1
         return hop
 
     def note_stored(self, extent: Extent, place: bytes, life: Life, raw: bytes) -> None:
@@ -214,15 +227,18 @@ class ExtentCache:
         self._dirty.add(hop.place)
 
     def use_walk(self, hops: Hops, class_id: int, stamp: int) -> None:
-        """Record one use over the extents of a walk from a chain's beginning on, as many blocks of each as used.
-
-        stamp: newer than that of any use before.
-        """
+        """Record one use over the extents of a walk from a chain's beginning on, as many blocks of each as used."""
         if hops:
             last, count = hops[-1]
-            self._used[last.place, count, class_id] = (hops, stamp)
-            if len(self._used) > _MOST_WALKS_USED:
-                self._note_uses()
+            use = (last.place, count, class_id)
+            before = self._used.get(use)
+            # The clock may have gone back.
+            if before is None or before[1] < stamp:
+                self._used[use] = (hops, stamp)
+            if before is None:
+                self._waiting += len(hops)
+                if self._waiting > _MOST_USED:
+                    self._note_uses()
 
     def _note_uses(self) -> None:
         """Note the uses of walks in the lives of their extents."""
@@ -234,24 +250,32 @@ class ExtentCache:
                     # Whoever used this used all before it.
                     break
                 noted[hop.place, class_id] = count
-                life = self._hops.get(hop.place, hop).life
+                known = self._hops.get(hop.place)
+                if known is None:
+                    # Forgotten meanwhile: the index is read again before this is written.
+                    known = self._hops[hop.place] = hop
+                    hop.epoch = -1
                 # Another process may have shortened it.
-                life.use(class_id, min(count, life.n), stamp)
+                known.life.use(class_id, min(count, known.life.n), stamp)
         self._dirty.update([place for place, _ in noted])
         self._used.clear()
+        self._waiting = 0
 
     def pending(self) -> int:
         """Extents with uses not yet in the index."""
         self._note_uses()
         return len(self._dirty)
 
-    def alive_lead(self, held: Hops, cutoffs: Cutoffs) -> tuple[int, int]:
+    def alive_lead(self, txn: IndexTxn, held: Hops, cutoffs: Cutoffs) -> tuple[int, int]:
         """How many extents of a walk are alive as far as the prompt goes, and the alive blocks of the next one.
 
         A use covers a prefix, so under sliding rules a parent is never older than its child and the last one speaks
-        for all; a fixed life counts from the store time, and a parent is stored first.
+        for all; not so for a fixed life, which counts from the store time, nor for a parent stored anew.
         """
-        if not held or (not cutoffs.any_fixed and held[-1][0].life.alive(cutoffs) >= held[-1][1]):
+        if not held:
+            return 0, 0
+        last, count = held[-1]
+        if not cutoffs.any_fixed and last.life.alive(cutoffs) >= count and not txn.has_gaps():
             return len(held), 0
         self._note_uses()
         for i, (hop, count) in enumerate(held):
@@ -320,8 +344,11 @@ class ExtentCache:
 
     def _forget(self, place: bytes) -> None:
         hop = self._hops.pop(place, None)
-        if hop is not None and self._firsts.get(hop.life.first) is hop:
-            del self._firsts[hop.life.first]
+        if hop is not None:
+            # What is forgotten keeps nothing else in memory.
+            hop.before = hop.goal = None
+            if self._firsts.get(hop.life.first) is hop:
+                del self._firsts[hop.life.first]
 
     def _make_room(self) -> None:
         """Forget extents if there are many. Not in the midst of a walk: its uses would go to what nobody writes."""
@@ -330,25 +357,40 @@ class ExtentCache:
         self._note_uses()
         self._era += 1
         self._hops = {place: self._hops[place] for place in self._dirty if place in self._hops}
+        for hop in self._hops.values():
+            hop.before = hop.goal = None
         self._firsts = {}
         self._asked = (b"", 0, 0, None)
 
 
-def _go_on(hop: Hop, era: int, blob: bytes, at: int, end: int, walked: Walked) -> bool:
-    """Go from a hop at byte `at` of a key blob to the end of a former walk at once, if that is the prompt's way."""
-    way = hop.way
-    if way is None or way.era != era or not at < way.stop <= end:
-        return False
-    if blob[way.stop - KEY_BYTES : way.stop - PREFIX_BYTES] != way.last:
-        return False
-    if walked.exact < 0 and way.exact * KEY_BYTES < way.stop:
-        if way.exact * KEY_BYTES < at:
-            # It met one before that this walk did not come by, and does not say where the next one is.
-            return False
-        walked.exact = way.exact
-    walked.hops += way.hops[hop.step : way.whole]
-    walked.whole, walked.stop, walked.last = len(walked.hops), way.stop, way.last
-    return True
+def _way(hop: Hop, blob: bytes, at: int, end: int) -> tuple[Hops, int]:
+    """The extents from a hop at byte `at` of a key blob on that a prompt shares with its goal; the byte after them."""
+    goal = hop.goal
+    way: Hops = []
+    if goal is None or goal is hop:
+        return way, at
+    step: tuple[Hop, int] | None = (goal, goal.life.n)
+    while step is not None and step[0] is not hop:
+        way.append(step)
+        step = step[0].before
+    if step is None:
+        return [], at
+    way.append(step)
+    way.reverse()
+    stop = goal.stop()
+    if stop <= end and blob[stop - KEY_BYTES : stop - PREFIX_BYTES] == goal.last:
+        return way, stop
+    # Who has an extent's first block has all blocks before it.
+    low, high = 0, len(way) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        life = way[middle][0].life
+        start = life.chain_pos * KEY_BYTES
+        if start < end and blob[start : start + PREFIX_BYTES] == life.first:
+            low = middle
+        else:
+            high = middle - 1
+    return way[:low], way[low][0].life.chain_pos * KEY_BYTES if low else at
 
 
 def _agreeing(record: bytes, blob: bytes, count: int) -> int:

@@ -281,6 +281,8 @@ class BlockReader:
         while (task := self._queue.get()) is not None:
             task()
             del task
+        # Whoever verifies may have ended before this one read its last.
+        self._check_all(behind=True)
 
     def _serve(self, job: _Job, span: Span, name: str, until: float) -> None:
         if job.cancelled:
