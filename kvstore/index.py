@@ -11,6 +11,7 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeAlias
 
@@ -340,10 +341,17 @@ class Index:
             # sync=False: power loss voids the index, which is then rebuilt from segments; only a close syncs it. Data
             # never waits for it. writemap saves a copy of each page, but a stray write of the process could reach the
             # map, and a full disk kills the process: only for an index that is nobody's once it is closed.
-            self._env = lmdb.open(
-                str(path), map_size=map_bytes, max_dbs=4, max_readers=1024, readonly=readonly, sync=False,
-                writemap=not lasting, readahead=False, create=not readonly, lock=lock,
+            opened = partial(
+                lmdb.open, str(path), map_size=map_bytes, max_dbs=4, max_readers=1024, readonly=readonly, sync=False,
+                readahead=False, create=not readonly, lock=lock,
             )  # fmt: skip
+            try:
+                self._env = opened(writemap=not lasting)
+            except lmdb.Error:
+                if lasting:
+                    raise
+                # A file as long as the map is not allowed everywhere.
+                self._env = opened(writemap=False)
             self._env.reader_check()
             names = (b"extents", b"lives", b"segments", b"meta")
             self.tables = tuple(self._env.open_db(name, create=not readonly) for name in names)

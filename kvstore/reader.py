@@ -80,9 +80,9 @@ class _Job:
         self._lock = threading.Lock()
         self._copies = copies
         self._runs = deque(copies.runs if copies else ())
-        self._copying = 0
+        self._inside = 0
         self._over = False
-        self._copied = threading.Condition(self._lock)
+        self._left_alone = threading.Condition(self._lock)
         if not reads or not self.direct:
             self.ended.set()
 
@@ -100,30 +100,36 @@ class _Job:
             if not self._runs or self._copies is None:
                 return False
             first, count = self._runs.popleft()
-            self._copying += 1
+            self._inside += 1
         try:
             self._copies.copy(first, self.rows[first : first + count])
             self.done.put((first, [None] * count))
         finally:
-            self._end_copy()
+            self.leave()
         return True
 
     def copy_out(self, first: int, stage: Rows) -> bool:
         """Copy rows that were read elsewhere; False if nobody waits for them any more."""
-        with self._lock:
-            if self._over:
-                return False
-            self._copying += 1
+        if not self.enter():
+            return False
         try:
             copy_rows(stage, self.rows[first : first + len(stage)])
         finally:
-            self._end_copy()
+            self.leave()
         return True
 
-    def _end_copy(self) -> None:
-        with self._copied:
-            self._copying -= 1
-            self._copied.notify_all()
+    def enter(self) -> bool:
+        """Keep the rows from the caller until `leave`, for no longer than a copy takes; False if it has them back."""
+        with self._lock:
+            if self._over:
+                return False
+            self._inside += 1
+        return True
+
+    def leave(self) -> None:
+        with self._left_alone:
+            self._inside -= 1
+            self._left_alone.notify_all()
 
     def help_copying(self) -> None:
         """Copy as long as there is something to copy."""
@@ -132,10 +138,10 @@ class _Job:
 
     def end_copies(self) -> None:
         """Begin none any more, and wait for those under way: a copy from memory does not hang."""
-        with self._copied:
+        with self._left_alone:
             self._over = True
             self._runs.clear()
-            self._copied.wait_for(lambda: self._copying == 0)
+            self._left_alone.wait_for(lambda: self._inside == 0)
 
 
 class _Read:
@@ -335,7 +341,17 @@ class BlockReader:
             return [LATE] * span.count
         whole = min(read.got // self._slot_bytes, span.count)
         rows = read.rows[:whole]
-        reasons = (job.check(span.block, rows) if whole else []) + ["short read"] * (span.count - whole)
+        if not job.direct:
+            reasons = job.check(span.block, rows) if whole else []
+        elif job.enter():
+            # What is verified may be kept: no one else may write to it until it was.
+            try:
+                reasons = job.check(span.block, rows) if whole else []
+            finally:
+                job.leave()
+        else:
+            return [LATE] * span.count
+        reasons = reasons + ["short read"] * (span.count - whole)
         if not job.direct:
             good = next((i for i, reason in enumerate(reasons) if reason is not None), span.count)
             if not job.copy_out(span.block, rows[:good]):

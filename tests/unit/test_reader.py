@@ -237,6 +237,30 @@ def test_closing_ends_the_threads(world: World) -> None:
     assert set(threading.enumerate()) <= before
 
 
+def test_lent_rows_are_not_given_back_while_they_are_verified(world: World) -> None:
+    """What verifies may be kept, so the caller must not write to it meanwhile, however late it is."""
+    verifying, verified = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def check(_: int, found: Rows) -> list[str | None]:
+        verifying.set()
+        assert verified.wait(LONG_S)
+        return [None] * len(found)
+
+    def load() -> None:
+        list(world.stream(lent, (Span(1, 0, 0, 4),), check, SHORT_S, "seg/a"))
+        ended.append(verified.is_set())
+
+    with world.pool.lend(4, SLOT) as lent:
+        loading = threading.Thread(target=load)
+        loading.start()
+        assert verifying.wait(LONG_S)
+        loading.join(4 * SHORT_S)
+        verified.set()
+        loading.join()
+    assert ended == [True]
+
+
 # Rows of others
 
 
