@@ -7,8 +7,9 @@ from typing import Literal
 import msgspec
 
 from duokv.kvstore.extent import PLACE
+from duokv.kvstore.hop import Hop, Hops
 from duokv.kvstore.index import IndexTxn
-from duokv.kvstore.lives import ExtentCache, Hop, Hops
+from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.spans import Span
 

@@ -20,9 +20,10 @@ from hypothesis.stateful import (
 
 from duokv.kvstore import lives
 from duokv.kvstore.extent import PREFIX_BYTES, Cutoffs, Extent, Life, stamp_of
+from duokv.kvstore.hop import Walked
 from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.lives import ExtentCache, Walked
+from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import ClassRule, Policy
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life, stamp_of
+from duokv.kvstore.hop import Walked
 from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 from duokv.kvstore.keys import KEY_BYTES
-from duokv.kvstore.lives import ExtentCache, Walked
+from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.origin import Origin
 
 CLASS = 1
