@@ -149,7 +149,7 @@ class Simulation:
         self._clock = Clock(wall=lambda: self._now, monotonic=lambda: self._now)
         self._geometry = CacheGeometry.preset(options.geometry)
         self._root = NAMESPACE.root()
-        self._memo = KeyMemo(self._root, token_bytes=1 << 20 if options.keys == "memo" else _KEPT_TOKENS)
+        self._memo = KeyMemo(self._root) if options.keys == "memo" else KeyMemo(self._root, token_bytes=_KEPT_TOKENS)
         self._ends: list[tuple[float, int, OutputEnd, int]] = []
         self._evicted: defaultdict[str, int] = defaultdict(int)
         # A state restored or put under a bound of bytes is metadata only, unless real bytes are asked for.

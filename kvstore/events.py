@@ -160,13 +160,8 @@ class EventBus:
                     logging.getLogger("duokv").warning("subscriber %r raised %r on %r", subscriber, error, event)
 
 
-_WARNINGS = (Degraded, BlockQuarantined, ClockJumped)
-
-
 def log_warning(event: Event) -> None:
     """A subscriber that tells people through the logger `duokv` what an operator should look at."""
-    if not isinstance(event, _WARNINGS):
-        return
     match event:
         case Degraded():
             logging.getLogger("duokv").warning("%s: %s", event.what, event.reason)
@@ -175,3 +170,5 @@ def log_warning(event: Event) -> None:
             logging.getLogger("duokv").warning("block %s in %s, slot %d: %s; taken out", *place)
         case ClockJumped():
             logging.getLogger("duokv").warning("wall clock jumped by %.0f s; nothing expires this time", event.seconds)
+        case _:
+            pass

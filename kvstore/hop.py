@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TypeAlias
 
 import msgspec
@@ -71,28 +72,21 @@ def shared_way(hop: Hop, blob: bytes, at: int, end: int) -> tuple[Hops, int]:
     stop = goal.stop()
     if stop <= end and blob[stop - KEY_BYTES : stop - PREFIX_BYTES] == goal.last:
         return way, stop
-    # Who has an extent's first block has all blocks before it.
-    low, high = 0, len(way) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        life = way[middle][0].life
-        start = life.chain_pos * KEY_BYTES
-        if start < end and blob[start : start + PREFIX_BYTES] == life.first:
-            low = middle
-        else:
-            high = middle - 1
-    return way[:low], way[low][0].life.chain_pos * KEY_BYTES if low else at
+
+    def apart(step: tuple[Hop, int]) -> bool:
+        start = step[0].life.chain_pos * KEY_BYTES
+        return start >= end or blob[start : start + PREFIX_BYTES] != step[0].life.first
+
+    # Who has an extent's first block has all blocks before it; the first extent is shared.
+    last = bisect_left(way, True, lo=1, key=apart) - 1
+    return way[:last], way[last][0].life.chain_pos * KEY_BYTES if last else at
 
 
 def agreeing(record: bytes, blob: bytes, count: int) -> int:
     """How many of an extent's first `count` blocks a prompt shares; the first and all before a shared one are."""
-    low, high = min(1, count), count
-    while low < high:
-        middle = (low + high + 1) // 2
-        mine = EXTENT_HEAD + (middle - 1) * PREFIX_BYTES
-        theirs = (middle - 1) * KEY_BYTES
-        if record[mine : mine + PREFIX_BYTES] == blob[theirs : theirs + PREFIX_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def differs(block: int) -> bool:
+        mine, theirs = EXTENT_HEAD + block * PREFIX_BYTES, block * KEY_BYTES
+        return record[mine : mine + PREFIX_BYTES] != blob[theirs : theirs + PREFIX_BYTES]
+
+    return bisect_left(range(count), True, lo=min(1, count), key=differs)

@@ -217,17 +217,15 @@ class WriteTxn(IndexTxn):
 
     def drop_extent(self, place: int, first: bytes) -> None:
         """Remove an extent with its life; the entry of its first block (a key prefix) only if it still leads here."""
-        key = place.to_bytes(_PLACE_BYTES, "big")
         record = self._get(first, None, self._extents)
-        if record is not None and record[:_PLACE_BYTES] == key:
-            self._txn.delete(first, b"", self._extents)
-        self._txn.delete(key, b"", self._lives)
-        self.changed_places.append(key)
+        if record is not None and record[:_PLACE_BYTES] == place.to_bytes(_PLACE_BYTES, "big"):
+            self._txn.delete(first, db=self._extents)
+        self.drop_life(place)
 
     def drop_life(self, place: int) -> None:
         """Remove a life whose extent's entry is about to lead elsewhere."""
         key = place.to_bytes(_PLACE_BYTES, "big")
-        self._txn.delete(key, b"", self._lives)
+        self._txn.delete(key, db=self._lives)
         self.changed_places.append(key)
 
     def put_life(self, place: int, life: Life) -> None:
@@ -315,7 +313,7 @@ class WriteTxn(IndexTxn):
         self._stored = 0
 
     def _put(self, key: bytes, value: bytes, table: lmdb._Database) -> None:
-        self._txn.put(key, value, True, True, False, table)
+        self._txn.put(key, value, db=table)
         self.wrote = True
 
 

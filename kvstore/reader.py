@@ -341,16 +341,14 @@ class BlockReader:
             return [LATE] * span.count
         whole = min(read.got // self._slot_bytes, span.count)
         rows = read.rows[:whole]
-        if not job.direct:
-            reasons = job.check(span.block, rows) if whole else []
-        elif job.enter():
-            # What is verified may be kept: no one else may write to it until it was.
-            try:
-                reasons = job.check(span.block, rows) if whole else []
-            finally:
-                job.leave()
-        else:
+        # What is verified may be kept: no one else may write to lent rows until it was.
+        if job.direct and not job.enter():
             return [LATE] * span.count
+        try:
+            reasons = job.check(span.block, rows) if whole else []
+        finally:
+            if job.direct:
+                job.leave()
         reasons = reasons + ["short read"] * (span.count - whole)
         if not job.direct:
             good = next((i for i, reason in enumerate(reasons) if reason is not None), span.count)

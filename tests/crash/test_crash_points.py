@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from store_kit import (
     NS,
     Census,
     Hands,
+    Meanwhile,
     census,
     check_space,
     config,
@@ -81,7 +81,7 @@ class Recorder:
         self._promised: dict[bytes, frozenset[bytes]] = {}
         self.faulty = FaultyBackend(self.inner)
         self.store = open_test_store(self.faulty, folder / "index", self.hands, settings)
-        self.faulty.inject(Stall(kind=None, lasting=True, until=Before(self.keep)))
+        self.faulty.inject(Stall(kind=None, lasting=True, until=Meanwhile(self.keep)))
         begin = self.store._index.write
 
         @contextmanager
@@ -153,18 +153,6 @@ class Recorder:
         self.commit(OTHER)
         self.store.flush()
         self.store.close()
-
-
-class Before(threading.Event):
-    """Calls a function instead of waiting."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        super().__init__()
-        self._action = action
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._action()
-        return True
 
 
 def record(folder: Path, *, fsync: str, can_punch: bool, spared: Sequence[float], seed: int = 0) -> list[Moment]:
