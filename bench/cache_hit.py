@@ -18,10 +18,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
+import msgspec
 import numpy as np
 
 from duokv.bench.keymemo import KeyMemo, block_tokens
-from duokv.bench.keys_ahead import WORTH_IT, KeysAhead
+from duokv.bench.keys_ahead import TOKEN_CACHE_BYTES, WORTH_IT, PiecesAhead, PromptsAhead
 from duokv.bench.workload import OutputEnd, Run, TraceRequest, with_output_ends
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.clock import Clock
@@ -49,8 +50,6 @@ from duokv.replay.plan import (
 _Pair: TypeAlias = tuple[TraceRequest, OutputEnd | None]
 Keep = Literal["every-block", "prompt-end", "prompt-and-output-end"]
 _MAINTAIN_S = 3600.0
-_KEPT_TOKENS = 96 << 20
-"""Bytes of token ids to keep where every block is hashed: that is to be timed, not how a trace's tokens are made up."""
 EPOCH_S = 1_700_000_000.0
 """Where a trace's second 0 lies on the virtual wall clock; any time after 1970 would do."""
 NAMESPACE = Namespace(model="trace", weights="none", tokenizer="chain-ids", kv_format="opaque")
@@ -125,8 +124,7 @@ class SimReport:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(msgspec.Struct, frozen=True):
     """One simulated request: where it stood in the trace and how its tokens were come by."""
 
     request: TraceRequest
@@ -149,7 +147,10 @@ class Simulation:
         self._clock = Clock(wall=lambda: self._now, monotonic=lambda: self._now)
         self._geometry = CacheGeometry.preset(options.geometry)
         self._root = NAMESPACE.root()
-        self._memo = KeyMemo(self._root) if options.keys == "memo" else KeyMemo(self._root, token_bytes=_KEPT_TOKENS)
+        self._memo = KeyMemo(self._root)
+        self._keys = self._memo.keys
+        if options.keys == "hashed":
+            self._keys = KeyMemo(self._root, token_bytes=TOKEN_CACHE_BYTES).hashed
         self._ends: list[tuple[float, int, OutputEnd, int]] = []
         self._evicted: defaultdict[str, int] = defaultdict(int)
         # A state restored or put under a bound of bytes is metadata only, unless real bytes are asked for.
@@ -169,7 +170,7 @@ class Simulation:
         outputs = self.options.swa_keep == "prompt-and-output-end"
         pairs = list(with_output_ends(requests) if outputs else ((request, None) for request in requests))
         with ExitStack() as stack:
-            if self.options.keys == "memo":
+            with suppress(OSError):
                 self._derive_ahead(stack, pairs)
             store = stack.enter_context(self._open(stack))
             store.events.subscribe(self._count)
@@ -189,11 +190,14 @@ class Simulation:
         self._check_sums()
 
     def _derive_ahead(self, stack: ExitStack, pairs: Sequence[_Pair]) -> None:
-        """Have the keys of a long trace derived by another processor meanwhile, where there is one."""
-        pieces = self._memo.plan(_in_order_of_need(pairs))
-        if sum([piece.blocks for piece in pieces]) >= WORTH_IT:
-            with suppress(OSError):
-                self._memo.take_from(stack.enter_context(KeysAhead(self._root, pieces)).keys)
+        """Have the keys of a long trace derived by other processors meanwhile, where there are some."""
+        if self.options.keys == "memo":
+            pieces = self._memo.plan(_in_order_of_need(pairs))
+            if sum([piece.blocks for piece in pieces]) >= WORTH_IT:
+                self._memo.take_from(stack.enter_context(PiecesAhead(self._root, pieces)).keys)
+        elif self.options.payload == "none" and sum([request.blocks for request, _ in pairs]) >= WORTH_IT:
+            prompts = [request.runs for request, _ in pairs]
+            self._keys = stack.enter_context(PromptsAhead(self._root, prompts)).keys
 
     def _open(self, stack: ExitStack) -> KVStore:
         options = self.options
@@ -219,7 +223,7 @@ class Simulation:
     # -- one request -------------------------------------------------------------------------------------------------
 
     def _serve(self, store: KVStore, request: TraceRequest) -> Served:
-        blob = self._keys_of(request)
+        blob = self._keys(request.runs)
         blocks = len(blob) // KEY_BYTES
         # No use: the commit below is one, at the same instant and of more.
         found = store.blocks.find(blob, blocks, self.options.traffic, use=False)
@@ -251,10 +255,6 @@ class Simulation:
         store.commit(NAMESPACE, tokens, new, first_block=loaded, traffic=self.options.traffic)
         self._keep(request, blob, served)
         return served
-
-    def _keys_of(self, request: TraceRequest) -> bytes:
-        memo = self._memo
-        return memo.keys(request.runs) if self.options.keys == "memo" else memo.hashed(request.runs)
 
     def _plan(self, request: TraceRequest, blob: bytes, hit_blocks: int) -> Served:
         hit = hit_blocks * BLOCK_TOKENS

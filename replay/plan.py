@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, get_args
 
+import msgspec
+
 from duokv.kvstore.errors import UsageError, nearest
 
 WINDOW_TOKENS = 128
@@ -82,8 +84,7 @@ class ReplayPolicy:
             raise UsageError(f"replay policy: mode {self.mode!r} is unknown; {nearest(self.mode, get_args(Mode))}")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPartition:
+class TokenPartition(msgspec.Struct, frozen=True, gc=False):
     """How the tokens of one prompt are come by. The four sum to its length; each token is counted once.
 
     swa_hit: adopted and not recomputed, with a restored SWA state; block_hit: the same without one;
@@ -106,8 +107,7 @@ class TokenPartition:
         return self.input_tokens / (self.replayed + self.computed)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayPlan:
+class ReplayPlan(msgspec.Struct, frozen=True, gc=False):
     """Which rows of a request are computed and what they may see and write. It belongs to the request: a preempted
     request resumes with its own plan, or replans with its own `decoder_start`. Positions are absolute.
 

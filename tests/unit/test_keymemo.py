@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from duokv.bench import cache_hit
 from duokv.bench.cache_hit import SimOptions, simulate
 from duokv.bench.generator import generate
 from duokv.bench.keymemo import KeyMemo, Piece, block_tokens
-from duokv.bench.keys_ahead import KeysAhead
+from duokv.bench.keys_ahead import PiecesAhead, PromptsAhead
 from duokv.bench.workload import Run
 from duokv.kvstore.errors import UsageError
 from duokv.kvstore.keys import chain_blob
@@ -116,7 +118,7 @@ def test_what_is_planned_is_derived_in_the_order_of_need() -> None:
 
 def test_another_process_derives_the_same_keys() -> None:
     memo = KeyMemo(ROOT, lambda *_: pytest.fail("derived here"))
-    with KeysAhead(ROOT, memo.plan(PROMPTS)) as ahead:
+    with PiecesAhead(ROOT, memo.plan(PROMPTS)) as ahead:
         memo.take_from(ahead.keys)
         assert [memo.keys(runs) for runs in PROMPTS] == [KeyMemo(ROOT).keys(runs) for runs in PROMPTS]
         assert memo.distinct == 306
@@ -125,18 +127,31 @@ def test_another_process_derives_the_same_keys() -> None:
 def test_a_process_that_ends_early_is_not_missed() -> None:
     memo = KeyMemo(ROOT)
     pieces = memo.plan(PROMPTS)
-    with KeysAhead(ROOT, pieces[:2]) as ahead:
+    with PiecesAhead(ROOT, pieces[:2]) as ahead:
         memo.take_from(ahead.keys)
         assert [memo.keys(runs) for runs in PROMPTS] == [KeyMemo(ROOT).keys(runs) for runs in PROMPTS]
     # Of a prompt that was not planned too.
     assert memo.keys([(0, 1), (900, 2)]) == KeyMemo(ROOT).keys([(0, 1), (900, 2)])
 
 
+@pytest.mark.parametrize("processors", [1, 3, 64])
+def test_other_processes_hash_prompts_the_same(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    with PromptsAhead(ROOT, PROMPTS) as ahead:
+        assert [ahead.keys(runs) for runs in PROMPTS] == [KeyMemo(ROOT).keys(runs) for runs in PROMPTS]
+        # There are no more: hashed here.
+        assert ahead.keys([(0, 1)]) == KeyMemo(ROOT).keys([(0, 1)])
+    assert ahead.keys(PROMPTS[0]) == KeyMemo(ROOT).keys(PROMPTS[0])
+
+
+@pytest.mark.parametrize("keys", ["memo", "hashed"])
 @pytest.mark.parametrize("executable", [sys.executable, "/nowhere/python"])
-def test_a_simulation_finds_the_same_whoever_derives_its_keys(monkeypatch: pytest.MonkeyPatch, executable: str) -> None:
+def test_a_simulation_finds_the_same_whoever_derives_its_keys(
+    monkeypatch: pytest.MonkeyPatch, executable: str, keys: Literal["memo", "hashed"]
+) -> None:
     requests = list(generate("agent", seed=3, days=0.1, requests_per_day=2000))
     alone = simulate(requests, SimOptions(traffic="agent")).as_json()
     monkeypatch.setattr(cache_hit, "WORTH_IT", 1)
     monkeypatch.setattr(sys, "executable", executable)
-    together = simulate(requests, SimOptions(traffic="agent")).as_json()
+    together = simulate(requests, SimOptions(traffic="agent", keys=keys)).as_json()
     assert {**together, "seconds": 0} == {**alone, "seconds": 0}
