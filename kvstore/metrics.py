@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from duokv.kvstore import events as ev
 
-_Count: TypeAlias = tuple[tuple[str, ...], int]
-"""((name, label, value, label, value, ...), amount)."""
+_Counts: TypeAlias = defaultdict[tuple[str, ...], defaultdict[str, int]]
+"""By (label, value, label, value, ...), then by name."""
 
 
 class Counters:
@@ -18,23 +18,19 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[tuple[str, ...], int] = defaultdict(int)
+        self._counts: _Counts = defaultdict(lambda: defaultdict(int))
 
     def __call__(self, event: ev.Event) -> None:
         """Count one event."""
-        counted = _COUNTED.get(type(event))
-        if counted is None:
-            return
-        counts = counted(event)
-        with self._lock:
-            for name, amount in counts:
-                self._counts[name] += amount
+        count = _COUNTED.get(type(event))
+        if count is not None:
+            with self._lock:
+                count(self._counts, event)
 
     def snapshot(self) -> dict[str, int]:
         """All counts so far by `name` or `name{label="value"}`."""
         with self._lock:
-            counts = dict(self._counts)
-        return {_named(*name): amount for name, amount in counts.items()}
+            return {_named(name, *labels): n for labels, of in self._counts.items() for name, n in of.items()}
 
 
 def _named(name: str, *labels: str) -> str:
@@ -42,53 +38,53 @@ def _named(name: str, *labels: str) -> str:
     return f"{name}{{{','.join(pairs)}}}" if pairs else name
 
 
-def _looked_up(event: ev.PrefixLookedUp) -> list[_Count]:
-    if event.retry:
-        return []
-    traffic, hit, miss = event.traffic, event.hit_tokens, event.miss_tokens
-    return [
-        (("lookups", "class", traffic), 1),
-        (("query_tokens", "class", traffic), hit + miss),
-        (("hit_tokens", "class", traffic), hit),
-        (("miss_tokens", "class", traffic), miss),
-    ]
+def _add(counts: _Counts, name: str, amount: int, *labels: str) -> None:
+    counts[labels][name] += amount
 
 
-def _served(event: ev.RequestServed) -> list[_Count]:
-    parts = () if event.retry else ("swa_hit", "block_hit", "replayed", "computed")
-    return [(("request_tokens", "class", event.traffic, "by", part), getattr(event, part)) for part in parts]
+def _looked_up(counts: _Counts, event: ev.PrefixLookedUp) -> None:
+    if not event.retry:
+        of = counts["class", event.traffic]
+        of["lookups"] += 1
+        of["query_tokens"] += event.hit_tokens + event.miss_tokens
+        of["hit_tokens"] += event.hit_tokens
+        of["miss_tokens"] += event.miss_tokens
 
 
-def _stored(event: ev.BlocksStored) -> list[_Count]:
-    traffic = event.traffic
-    return [
-        (("blocks_stored", "class", traffic), event.new),
-        (("blocks_present", "class", traffic), event.present),
-        (("blocks_dropped", "class", traffic), event.dropped),
-        (("bytes_written",), event.bytes_written),
-    ]
+def _served(counts: _Counts, event: ev.RequestServed) -> None:
+    for part in () if event.retry else ("swa_hit", "block_hit", "replayed", "computed"):
+        _add(counts, "request_tokens", getattr(event, part), "class", event.traffic, "by", part)
 
 
-def _loaded(event: ev.BlocksLoaded) -> list[_Count]:
-    counts: list[_Count] = [(("blocks_loaded",), event.loaded), (("bytes_read",), event.bytes_read)]
+def _stored(counts: _Counts, event: ev.BlocksStored) -> None:
+    of = counts["class", event.traffic]
+    of["blocks_stored"] += event.new
+    of["blocks_present"] += event.present
+    of["blocks_dropped"] += event.dropped
+    _add(counts, "bytes_written", event.bytes_written)
+
+
+def _loaded(counts: _Counts, event: ev.BlocksLoaded) -> None:
+    _add(counts, "blocks_loaded", event.loaded)
+    _add(counts, "bytes_read", event.bytes_read)
     if event.cached:
-        counts += [(("blocks_cached",), event.cached), (("bytes_cached",), event.bytes_cached)]
+        _add(counts, "blocks_cached", event.cached)
+        _add(counts, "bytes_cached", event.bytes_cached)
     if event.reason:
-        counts.append((("load_misses", "reason", event.reason), event.wanted - event.loaded))
-    return counts
+        _add(counts, "load_misses", event.wanted - event.loaded, "reason", event.reason)
 
 
-_COUNTED: Mapping[type[ev.Event], Callable[..., list[_Count]]] = {
+_COUNTED: Mapping[type[ev.Event], Callable[..., None]] = {
     ev.PrefixLookedUp: _looked_up,
     ev.RequestServed: _served,
     ev.BlocksStored: _stored,
     ev.BlocksLoaded: _loaded,
-    ev.BlocksEvicted: lambda event: [(("blocks_evicted", "reason", event.reason), event.blocks)],
-    ev.WindowEvicted: lambda event: [(("windows_evicted", "reason", event.reason), 1)],
-    ev.WindowLeased: lambda event: [(("window_hits" if event.hit else "window_misses",), 1)],
-    ev.WindowStored: lambda _: [(("windows_stored",), 1)],
-    ev.SpaceFreed: lambda event: [(("bytes_freed",), event.bytes)],
-    ev.StoreFailed: lambda _: [(("store_failures",), 1)],
-    ev.BlockQuarantined: lambda _: [(("blocks_quarantined",), 1)],
-    ev.ClockJumped: lambda _: [(("clock_jumps",), 1)],
+    ev.BlocksEvicted: lambda counts, event: _add(counts, "blocks_evicted", event.blocks, "reason", event.reason),
+    ev.WindowEvicted: lambda counts, event: _add(counts, "windows_evicted", 1, "reason", event.reason),
+    ev.WindowLeased: lambda counts, event: _add(counts, "window_hits" if event.hit else "window_misses", 1),
+    ev.WindowStored: lambda counts, _: _add(counts, "windows_stored", 1),
+    ev.SpaceFreed: lambda counts, event: _add(counts, "bytes_freed", event.bytes),
+    ev.StoreFailed: lambda counts, _: _add(counts, "store_failures", 1),
+    ev.BlockQuarantined: lambda counts, _: _add(counts, "blocks_quarantined", 1),
+    ev.ClockJumped: lambda counts, _: _add(counts, "clock_jumps", 1),
 }
