@@ -305,7 +305,7 @@ class ExtentCache:
 
     def _make_room(self) -> None:
         """Forget extents if there are many. Not in the midst of a walk: its uses would go to what nobody writes."""
-        if len(self._hops) < max(_MOST_EXTENTS, 2 * len(self._dirty)):
+        if len(self._hops) < _MOST_EXTENTS or len(self._hops) < 2 * len(self._dirty):
             return
         self._note_uses()
         self._era += 1
