@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from duokv.bench.workload import BLOCK_TOKENS, Run, TraceRequest, head_runs
+from duokv.bench.workload import Run, TraceRequest, head_runs
 from duokv.kvstore.errors import UsageError, nearest
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S

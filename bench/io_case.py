@@ -33,7 +33,8 @@ from duokv.bench.io_limits import (
 )  # fmt: skip
 from duokv.kvstore import CacheGeometry, KVStore, PrefixHit, StoreConfig, open_store
 from duokv.kvstore.errors import DuoKVError, StoreError
-from duokv.kvstore.geometry import BLOCK_TOKENS, TRAILER_BYTES
+from duokv.kvstore.geometry import TRAILER_BYTES
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 V41 = "deepseek-v4.1-flash"
 V41_SLOT = 114_688

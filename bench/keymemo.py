@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from duokv.bench.workload import BLOCK_TOKENS, Run
+from duokv.bench.workload import Run
 from duokv.kvstore.errors import UsageError
-from duokv.kvstore.keys import KEY_BYTES, TOKEN_BYTES, chain_blob
+from duokv.kvstore.keys import BLOCK_TOKENS, KEY_BYTES, TOKEN_BYTES, chain_blob
 
 # Token ids are below 2**17, the power of two next to the vocabularies of the models this store serves.
 TOKEN_BITS = 17

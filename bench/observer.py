@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from duokv.bench.cache_hit import Served
-from duokv.bench.workload import BLOCK_TOKENS, Run
+from duokv.bench.workload import Run
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 Floats = npt.NDArray[np.float64]
 

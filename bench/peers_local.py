@@ -18,7 +18,7 @@ from duokv.bench.filler import NAMESPACE, TRAFFIC
 from duokv.bench.peer_serve import About, Action, Bench, Given, Peer, Rows
 from duokv.kvstore import CacheGeometry, KVStore, StoreConfig, chain_keys, open_store
 from duokv.kvstore.errors import StoreError
-from duokv.kvstore.geometry import BLOCK_TOKENS
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 _VOCABULARY = 1 << 17
 _DEADLINE_S = 60.0

@@ -24,7 +24,7 @@ from duokv.engine.config import BOS
 from duokv.engine.forward import ForwardPass, Planes, forward
 from duokv.engine.model import Model
 from duokv.engine.weights import load_model
-from duokv.kvstore.geometry import BLOCK_TOKENS
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 SCORED = 256
 """Rows scored after a hit."""

@@ -23,7 +23,7 @@ from duokv.engine.model import Model
 from duokv.engine.runner import Runner, StepResult, Work
 from duokv.kvstore import KVStore, StoreConfig, chain_keys, open_store
 from duokv.kvstore.errors import StoreError
-from duokv.kvstore.geometry import BLOCK_TOKENS
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 TAIL = 64
 """Tokens after the stored blocks: too few for a block of their own, so that serving a prompt stores nothing."""

@@ -19,7 +19,8 @@ from duokv.kernels.copy import gather_rows, scatter_rows
 from duokv.kvstore import CacheGeometry, Origin, SwaWindow
 from duokv.kvstore.buffers import aligned
 from duokv.kvstore.errors import StoreError
-from duokv.kvstore.geometry import BLOCK_TOKENS, PAGE_BYTES
+from duokv.kvstore.geometry import PAGE_BYTES
+from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.kvstore.swa import SwaArena
 
 

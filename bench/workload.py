@@ -20,8 +20,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from duokv.kvstore.errors import UsageError
+from duokv.kvstore.keys import BLOCK_TOKENS
 
-BLOCK_TOKENS = 128
 # Chain ids are dense and index arrays: the bound keeps a stray id from asking for more than 8 GiB of keys.
 MAX_CHAIN_IDS = 2**28
 

@@ -12,7 +12,8 @@ from functools import cached_property
 
 from duokv.kernels.formats import RecordFormat, index_fp4, latent_fp4, latent_fp8
 from duokv.kvstore.errors import UsageError, nearest
-from duokv.kvstore.geometry import BLOCK_TOKENS, ROLLBACK_TOKENS, WINDOW_TOKENS, CacheGeometry, LayerTable
+from duokv.kvstore.geometry import ROLLBACK_TOKENS, WINDOW_TOKENS, CacheGeometry, LayerTable
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 LOOK_BACK = 3
 """Token ids before its own that an n-gram row reads, wherever a computation restarts."""

@@ -26,7 +26,8 @@ from duokv.kernels.formats import decode, encode
 from duokv.kernels.reference import attend, select_entries
 from duokv.kernels.rows import row_tiled
 from duokv.kvstore.errors import UsageError, nearest
-from duokv.kvstore.geometry import BLOCK_TOKENS, ROLLBACK_TOKENS
+from duokv.kvstore.geometry import ROLLBACK_TOKENS
+from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.replay import RingGeometry, pack_state, usable
 
 Truncation = Literal["off", "mask", "compact"]

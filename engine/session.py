@@ -10,7 +10,8 @@ from torch import Tensor
 
 from duokv.engine.config import ModelConfig
 from duokv.kvstore.errors import UsageError
-from duokv.kvstore.geometry import BLOCK_TOKENS, ROLLBACK_TOKENS
+from duokv.kvstore.geometry import ROLLBACK_TOKENS
+from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.replay import Reason, ReplayPlan, RingGeometry, unpack_state
 
 

@@ -11,7 +11,8 @@ from duokv.engine.config import ModelConfig
 from duokv.engine.model import PlaneEntries
 from duokv.kernels.formats import RecordFormat, block_parts, decode, encode
 from duokv.kvstore.errors import UsageError
-from duokv.kvstore.geometry import BLOCK_TOKENS, CacheGeometry
+from duokv.kvstore.geometry import CacheGeometry
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 _POISON = 0xFF
 """Decodes to NaN in every scale and every e4m3 value, so that a read of a freed slot shows."""

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from duokv.kvstore.errors import UsageError, nearest
+from duokv.kvstore.keys import BLOCK_TOKENS
 
-BLOCK_TOKENS = 128
-"""Tokens of one block: the grain at which state is stored, a multiple of every compression ratio."""
 PAGE_BYTES = 4096
 """What slots are a multiple of: the strictest logical block size that O_DIRECT meets in practice."""
 TRAILER_BYTES = 640

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from duokv.kvstore.errors import UsageError
 
 BLOCK_TOKENS = 128
-"""Tokens of one block: the grain at which state is stored (DeepInfer's KVSTORE_GRAIN)."""
+"""Tokens of one block: the grain at which state is stored (DeepInfer's KVSTORE_GRAIN), a multiple of every compression
+ratio."""
 KEY_BYTES = 32
 KEY_SCHEMA = 0
 TOKEN_BYTES = 4 * BLOCK_TOKENS

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from duokv.kvstore.errors import StoreError, UsageError
 from duokv.kvstore.events import Event, WindowEvicted, WindowLeased, WindowStored
-from duokv.kvstore.geometry import BLOCK_TOKENS, PAGE_BYTES
+from duokv.kvstore.geometry import PAGE_BYTES
+from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.kvstore.origin import Origin
 
 _NO_SLOT = -1

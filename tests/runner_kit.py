@@ -12,7 +12,7 @@ from torch import Tensor
 from duokv.engine.runner import BoundaryState, Runner, Truncation, Work
 from duokv.engine.session import Session
 from duokv.engine.slots import BlockSlots
-from duokv.kvstore.geometry import BLOCK_TOKENS
+from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.replay import Mode, ReplayPlan, ReplayPolicy, plan_replay
 
 GENERATED = 4

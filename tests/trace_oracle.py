@@ -25,7 +25,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from duokv.bench.workload import BLOCK_TOKENS, TraceRequest
+from duokv.bench.workload import TraceRequest
+from duokv.kvstore.keys import BLOCK_TOKENS
 
 
 def block_ids(request: TraceRequest) -> list[int]:

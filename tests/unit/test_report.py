@@ -16,8 +16,9 @@ from duokv.bench.generator import generate
 from duokv.bench.observer import Curve, Observer
 from duokv.bench.report import Source, figures, write_report
 from duokv.bench.table import Run, rate
-from duokv.bench.workload import BLOCK_TOKENS, TraceRequest
+from duokv.bench.workload import TraceRequest
 from duokv.kvstore.errors import StoreError
+from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.kvstore.policy import ClassRule, Policy
 
 TIMES_S = (0, 1, 5, 30, 60, 180, 600, 3600, 86_400, math.inf)
