@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 
 from duokv.bench.keymemo import KeyMemo, block_tokens
-from duokv.bench.keys_ahead import TOKEN_CACHE_BYTES, WORTH_IT, PiecesAhead, PromptsAhead
+from duokv.bench.keys_ahead import LEAST_BLOCKS, TOKEN_CACHE_BYTES, PiecesAhead, PromptsAhead
 from duokv.bench.workload import OutputEnd, Run, TraceRequest, with_output_ends
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import UsageError, nearest
-from duokv.kvstore.events import BlocksEvicted, BlocksLoaded, BlocksStored, Event, RequestServed, SpaceFreed
+from duokv.kvstore.events import BlocksEvicted, BlocksLoaded, BlocksStored, Event, SpaceFreed
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.keys import BLOCK_TOKENS, KEY_BYTES, BlockKeys, Namespace
 from duokv.kvstore.opening import open_store
@@ -59,8 +59,9 @@ NAMESPACE = Namespace(model="trace", weights="none", tokenizer="chain-ids", kv_f
 class SimOptions:
     """What to simulate. Durations in seconds, None = unbounded; see `kvctl simulate --help`.
 
+    payload: "real" writes, reads and compares the bytes of every block.
     keys: "memo" hashes every block of a trace once, "hashed" at every prompt that has it, as a lookup must; the figures
-        are the same, the seconds are not.
+        are the same, the seconds are not. Of no effect on a "real" payload, where the store hashes tokens.
     """
 
     traffic: str
@@ -75,7 +76,6 @@ class SimOptions:
     keep_rows: int = 140
     payload: Literal["none", "real"] = "none"
     keys: Literal["memo", "hashed"] = "memo"
-    directory: str | None = None
 
 
 def parse_keep(text: str) -> tuple[Keep, bool]:
@@ -153,16 +153,9 @@ class Simulation:
             self._keys = KeyMemo(self._root, token_bytes=TOKEN_CACHE_BYTES).hashed
         self._ends: list[tuple[float, int, OutputEnd, int]] = []
         self._evicted: defaultdict[str, int] = defaultdict(int)
-        # A state restored or put under a bound of bytes is metadata only, unless real bytes are asked for.
-        self._arena = SwaArena(
-            self._geometry.swa_bytes, capacity_bytes=options.swa_bytes, expiry_s=options.swa_expiry_s,
-            monotonic=self._clock.monotonic, emit=_nobody, payload=False,
-        )  # fmt: skip
+        self._arena = self._marks()
         # The published column asks when the hit's last block last ended a prompt; a hit is no use there.
-        self._prompt_ends = SwaArena(
-            self._geometry.swa_bytes, capacity_bytes=options.swa_bytes, expiry_s=options.swa_expiry_s,
-            monotonic=self._clock.monotonic, emit=_nobody, payload=False,
-        )  # fmt: skip
+        self._prompt_ends = self._marks()
 
     def run(self, requests: Iterable[TraceRequest]) -> Iterator[Served]:
         """Simulate request by request in arrival order."""
@@ -193,11 +186,18 @@ class Simulation:
         """Have the keys of a long trace derived by other processors meanwhile, where there are some."""
         if self.options.keys == "memo":
             pieces = self._memo.plan(_in_order_of_need(pairs))
-            if sum([piece.blocks for piece in pieces]) >= WORTH_IT:
+            if sum([piece.blocks for piece in pieces]) >= LEAST_BLOCKS:
                 self._memo.take_from(stack.enter_context(PiecesAhead(self._root, pieces)).keys)
-        elif self.options.payload == "none" and sum([request.blocks for request, _ in pairs]) >= WORTH_IT:
+        elif self.options.payload == "none" and sum([request.blocks for request, _ in pairs]) >= LEAST_BLOCKS:
             prompts = [request.runs for request, _ in pairs]
             self._keys = stack.enter_context(PromptsAhead(self._root, prompts)).keys
+
+    def _marks(self) -> SwaArena:
+        """An arena of states without bytes, whatever `payload` says: their lives are what is simulated."""
+        return SwaArena(
+            self._geometry.swa_bytes, capacity_bytes=self.options.swa_bytes, expiry_s=self.options.swa_expiry_s,
+            monotonic=self._clock.monotonic, emit=_nobody, payload=False,
+        )  # fmt: skip
 
     def _open(self, stack: ExitStack) -> KVStore:
         options = self.options
@@ -211,7 +211,7 @@ class Simulation:
             return open_store(
                 "memory://simulation", geometry=self._geometry, config=config, clock=self._clock, backend=backend
             )
-        folder = options.directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="duokv-simulate-"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="duokv-simulate-"))
         return open_store(f"file://{folder}", geometry=self._geometry, config=config, clock=self._clock)
 
     def _maintain(self, store: KVStore) -> None:
@@ -333,8 +333,6 @@ class Simulation:
                 self.report.bytes["read"] += event.bytes_read
             case SpaceFreed():
                 self.report.bytes["freed"] += event.bytes
-            case RequestServed():
-                pass
 
     def _check_sums(self) -> None:
         total = sum(self.report.tokens.values())

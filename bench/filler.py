@@ -30,11 +30,11 @@ def commit_keys(store: KVStore, blob: bytes, upto: int, traffic: str = TRAFFIC) 
     store.blocks.commit(blob, upto, traffic, first=0, payload=None, origin=Origin.EXACT)
 
 
-def commit_in_turns(store: KVStore, blob: bytes, traffic: str = TRAFFIC) -> None:
+def commit_in_turns(store: KVStore, blob: bytes) -> None:
     """Commit a chain as a conversation does: an extent of 34 blocks a turn."""
     whole = len(blob) // KEY_BYTES
     for upto in [*range(COMMIT_BLOCKS, whole, COMMIT_BLOCKS), whole]:
-        commit_keys(store, blob, upto, traffic)
+        commit_keys(store, blob, upto)
 
 
 @dataclass(frozen=True, slots=True)

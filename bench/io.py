@@ -32,26 +32,26 @@ _PLAIN_WIDTH = 110
 
 
 def sweep(
-    main: Case, *, slots: Sequence[int], batches: Sequence[int], threads: Sequence[int], indexes: Sequence[int],
+    base: Case, *, slots: Sequence[int], batches: Sequence[int], threads: Sequence[int], indexes: Sequence[int],
     processes: Sequence[int],
 ) -> Mapping[str, list[Case]]:  # fmt: skip
-    """What to measure, by the one thing that changes; the rest stays as in `main`, of the slot also the bytes."""
-    commit = replace(main, action="commit", threads=1)
-    asked = replace(main, action="lookup+load")
-    sizes = [(slot, max(1, main.blocks * main.slot_bytes // slot)) for slot in slots]
+    """What to measure, by the one thing that changes; the rest stays as in `base`, of the slot also the bytes."""
+    commit = replace(base, action="commit", threads=1)
+    asked = replace(base, action="lookup+load")
+    sizes = [(slot, max(1, base.blocks * base.slot_bytes // slot)) for slot in slots]
     return {
-        "Cold loads by blocks": [replace(main, blocks=n) for n in batches],
-        "Cold loads by slot": [replace(main, slot_bytes=slot, blocks=n) for slot, n in sizes],
-        "Cold loads by threads": [replace(main, threads=n) for n in threads],
-        "Cold loads by processes": [replace(main, processes=n) for n in processes],
-        "Cold loads by blocks, buffered": [replace(main, blocks=n, direct=False) for n in batches],
-        "Warm loads by blocks, own cache": [replace(main, blocks=n, source="cache") for n in batches],
-        "Warm loads by threads, own cache": [replace(main, threads=n, source="cache") for n in threads],
+        "Cold loads by blocks": [replace(base, blocks=n) for n in batches],
+        "Cold loads by slot": [replace(base, slot_bytes=slot, blocks=n) for slot, n in sizes],
+        "Cold loads by threads": [replace(base, threads=n) for n in threads],
+        "Cold loads by processes": [replace(base, processes=n) for n in processes],
+        "Cold loads by blocks, buffered": [replace(base, blocks=n, direct=False) for n in batches],
+        "Warm loads by blocks, own cache": [replace(base, blocks=n, source="cache") for n in batches],
+        "Warm loads by threads, own cache": [replace(base, threads=n, source="cache") for n in threads],
         "Warm loads by blocks, page cache": [
-            replace(main, blocks=n, source="page cache", direct=False) for n in batches
+            replace(base, blocks=n, source="page cache", direct=False) for n in batches
         ],
         "Cold loads with their lookup, by blocks in the index": [replace(asked, index_blocks=n) for n in indexes],
-        "First blocks of streamed cold loads": [replace(main, action="stream", blocks=n) for n in batches],
+        "First blocks of streamed cold loads": [replace(base, action="stream", blocks=n) for n in batches],
         "Durable commits by blocks": [replace(commit, blocks=n) for n in batches],
         "Durable commits by slot": [replace(commit, slot_bytes=slot, blocks=n) for slot, n in sizes],
         "Durable commits by threads of the limit": [replace(commit, threads=n) for n in threads],
@@ -61,17 +61,17 @@ def sweep(
 
 
 def measure(
-    folder: Path, main: Case, groups: Mapping[str, list[Case]], *, pairs: int, index_blocks: int,
+    folder: Path, base: Case, groups: Mapping[str, list[Case]], *, pairs: int, index_blocks: int,
     done: Callable[[], None],
 ) -> tuple[Quick, dict[str, list[Result]]]:  # fmt: skip
     """The main figures, and every group's. StoreError if the store falls short of what it is asked."""
     found: dict[Case, Result] = {}
-    for case in _distinct(main, groups):
+    for case in _distinct(base, groups):
         found[case] = run_case(folder, case, pairs)
         done()
     looked_up = lookup.measure(index_blocks, repeats=_LOOKUPS, progress=False)
     done()
-    cold, warm, commit = (found[case] for case in _main_cases(main))
+    cold, warm, commit = (found[case] for case in _main_cases(base))
     return Quick(cold, warm, commit, looked_up), {
         title: [found[case] for case in group] for title, group in groups.items()
     }
@@ -146,13 +146,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _main_cases(main: Case) -> tuple[Case, Case, Case]:
+def _main_cases(base: Case) -> tuple[Case, Case, Case]:
     """Cold, warm, commit."""
-    return main, replace(main, source="cache"), replace(main, action="commit", threads=1)
+    return base, replace(base, source="cache"), replace(base, action="commit", threads=1)
 
 
-def _distinct(main: Case, groups: Mapping[str, list[Case]]) -> list[Case]:
-    return list(dict.fromkeys([*_main_cases(main), *(case for group in groups.values() for case in group)]))
+def _distinct(base: Case, groups: Mapping[str, list[Case]]) -> list[Case]:
+    return list(dict.fromkeys([*_main_cases(base), *(case for group in groups.values() for case in group)]))
 
 
 if __name__ == "__main__":

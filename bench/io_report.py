@@ -136,11 +136,9 @@ def sections(report: IoReport, plot: str) -> list[str]:
         f"{report.pairs} pairs a row. `of limit` is the store's rate as a share of the limit's, which is measured "
         "before and after it in the same folder with the same bytes and threads: the median of the pairs, `low` and "
         "`high` their ends; above 1 the device or the processor was faster in the store's turn than around it. Loads "
-        "verify "
-        "every block they read; what comes from the store's own cache was verified when it came in. Commits return "
-        "when "
-        "power loss cannot undo them; the limits do neither. Cold loads go past the page cache, or drop it first where "
-        "they are called buffered.",
+        "verify every block they read; what comes from the store's own cache was verified when it came in. Commits "
+        "return when power loss cannot undo them; the limits do neither. Cold loads go past the page cache, or drop it "
+        "first where they are called buffered.",
         "### Main figures",
         f"{_about(report.quick)}.",
         markdown_table(_QUICK_HEADINGS, _quick_rows(report.quick)),

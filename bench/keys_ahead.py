@@ -22,8 +22,8 @@ from duokv.bench.keymemo import KeyMemo, Piece
 from duokv.bench.workload import Run
 from duokv.kvstore.keys import KEY_BYTES
 
-WORTH_IT = 200_000
-"""Blocks that take about as long to derive as two processes to start."""
+LEAST_BLOCKS = 200_000
+"""Below it, starting processes costs more than they save."""
 TOKEN_CACHE_BYTES = 96 << 20
 """Token ids to keep where every block is hashed: that is to be timed, not how a trace's tokens are made up."""
 _AHEAD_BYTES = 1 << 20
@@ -75,12 +75,11 @@ class PiecesAhead(_Process):
 
 
 class PromptsAhead:
-    """Hashes every block of every prompt, in as many processes as there are processors; a context manager as well."""
+    """Hashes every block of every prompt, in a process for each processor, four at most; a context manager as well."""
 
     def __init__(self, root: bytes, prompts: Sequence[Sequence[Run]]) -> None:
         self._memo = KeyMemo(root, token_bytes=TOKEN_CACHE_BYTES)
         """Hashes on when a process ended early."""
-        self._closing = ExitStack()
         count = min(len(os.sched_getaffinity(0)), _MOST_HASHING)
         with ExitStack() as started:
             shares = [_numbers_of(prompts[first::count], TOKEN_CACHE_BYTES // count) for first in range(count)]

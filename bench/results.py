@@ -80,9 +80,8 @@ def _page(results: Results, plots: dict[str, str], parquet: str) -> list[str]:
         f"ratios of every repetition are in {parquet} (columns: `bench/samples.py`).",
         "\n".join(f"- {line}" for line in results.machine.lines()),
         "A block is the KV of 128 tokens: 114,048 bytes, 114,688 on disk. 601 blocks are a prompt of 77,000 tokens. A "
-        "pair is "
-        "one turn of the store between two of the limit. Aims are what this project set itself, not promises. Rows "
-        "differ where the device does: see a row's low and high before comparing it with another.",
+        "pair is one turn of the store between two of the limit. Aims are what this project set itself, not promises. "
+        "Rows differ where the device does: see a row's low and high before comparing it with another.",
         "## The store against the machine's limits",
         *io_report.sections(results.io, plots["io"]),
         "## Beside its peers",

@@ -16,12 +16,10 @@ from duokv.bench.scale_size import OPERATIONS, Scale
 _TITLE = "Wall time of a call, CPU time by block"
 _NOTE = (
     "commit: 34 new blocks; lookup: 77,000 tokens; find: the same, hashed already; miss: a first block that is not "
-    "there; "
-    "renewal: 601 blocks; expiry: 10,000 at once; reclaim: a commit that evicts 34; queue: ordering all extents after "
-    "opening; rebuild: at most 100,000 blocks without an index; memory: growth of the process, by block, of which the "
-    "extents kept are bounded. Each cell: wall time of a call, then CPU time by block. growth: exponent of the wall "
-    "time "
-    "in the number of blocks, 0 is none, 1 as fast as they; of bytes: what one more block adds"
+    "there; renewal: 601 blocks; expiry: 10,000 at once; reclaim: a commit that evicts 34; queue: ordering all extents "
+    "after opening; rebuild: at most 100,000 blocks without an index; memory: growth of the process, by block, of "
+    "which the extents kept are bounded. growth: exponent of the wall time in the number of blocks, 0 is none, 1 as "
+    "fast as they; of bytes: what one more block adds"
 )
 
 

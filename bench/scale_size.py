@@ -82,6 +82,7 @@ def measure_size(blocks: int, repeats: int) -> Scale:
             cpu = time.process_time()
             seconds = fill(store, blocks, seed=_SEED)
             costs["commit"] = Cost(median(seconds), (time.process_time() - cpu) / len(seconds), COMMIT_BLOCKS)
+            # The same chains again: one use of every extent.
             fill(store, blocks, seed=_SEED)
             store.maintain()
             memory, index_bytes = anonymous_bytes() - before, store.stats().index_bytes

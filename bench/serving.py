@@ -58,12 +58,12 @@ _FIRST_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """found: one figure for `parts`, as a rule their median. aim: what it should be at most, or at least."""
+    """found: one figure for `parts`, as a rule their median. aim: what it should reach."""
 
     name: str
     found: float
     parts: tuple[float, ...]
-    at_most: bool
+    lower_is_better: bool
     aim: float
     unit: str = "ratio"
 
@@ -85,11 +85,11 @@ class Figure:
     @property
     def reached(self) -> bool:
         """Whether it is as it should be."""
-        return self.found <= self.aim if self.at_most else self.found >= self.aim
+        return self.found <= self.aim if self.lower_is_better else self.found >= self.aim
 
     def row(self) -> Row:
         """For people."""
-        kind = "most" if self.at_most else "least"
+        kind = "most" if self.lower_is_better else "least"
         low, high = (f"{min(self.parts):,.4f}", f"{max(self.parts):,.4f}") if len(self.parts) > 1 else ("", "")
         verdict = "reached" if self.reached else "NOT reached"
         return self.name, f"{self.found:,.4f}", low, high, f"at {kind} {self.aim:g}", verdict
@@ -124,7 +124,7 @@ class Serving:
 
 
 def measure(folder: Path, given: argparse.Namespace, done: Callable[[], None]) -> Serving:
-    """Measure below `folder`; `done` is called `_parts` times. StoreError if something does less than asked."""
+    """Measure below `folder`; `done` is called after each part. StoreError if something does less than asked."""
     rounds = given.rounds
     cases = first_token_cases(given.blocks, quick=given.quick)
     model = load_model(max_positions=positions(given.blocks, given.steps))

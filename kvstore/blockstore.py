@@ -7,7 +7,7 @@ before the index points at it; a crash between leaves garbage that the next open
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import lmdb
 import msgspec
@@ -32,15 +32,14 @@ from duokv.kvstore.reader import Rows
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan
 from duokv.kvstore.reclaimer import Freed
 from duokv.kvstore.record import BlockCodec
-from duokv.kvstore.segment import Piece
+from duokv.kvstore.segment import Piece, SegmentWriter
 from duokv.kvstore.space import Space
 from duokv.kvstore.staging import Chunk, Payload, SlotsNotWritten, plan_chunks, write_chunks
 from duokv.kvstore.walk import (
     CommitWalk,
     Found,
     MissReason,
-    head_of_hops,
-    head_of_runs,
+    head_of,
     overlap,
     walk_for_commit,
 )
@@ -77,8 +76,11 @@ class BlockStore:
         self._clock = clock
         self._emit = emit
         self._pool = pool
-        self._state = threading.RLock()
-        self._write = threading.RLock()
+        # Taken in this order, and LMDB's write transaction after both.
+        self._write_lock = threading.RLock()
+        """One commit or pass of housekeeping at a time; all of `space`."""
+        self._state_lock = threading.RLock()
+        """Extent cache, stamps and policies, which lookups use too."""
         self._cache = ExtentCache()
         index.watch(self._cache.ended)
         self._stamps = Stamps()
@@ -87,11 +89,11 @@ class BlockStore:
         self.policies = PolicyBook()
         self.space = Space(
             index=index, backend=backend, geometry=geometry, config=config, clock=clock, emit=emit,
-            writer_id=writer_id, cache=self._cache, state=self._state,
+            writer_id=writer_id, cache=self._cache, state_lock=self._state_lock,
         )  # fmt: skip
         self._compactor = None if backend.can_punch or config.capacity is None else Compactor(
             index=index, backend=backend, codec=self._codec, clock=clock, emit=emit, pool=pool, space=self.space,
-            cache=self._cache, state=self._state,
+            cache=self._cache, state_lock=self._state_lock,
         )  # fmt: skip
 
     # -- lookup ------------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ class BlockStore:
     def may_begin(self, key: bytes) -> bool:
         """Whether a prompt with this first key may have a stored block: if not, the others need no hashing."""
         try:
-            with self._state:
+            with self._state_lock:
                 if self._cache.met(key[:PREFIX_BYTES]):
                     return True
                 with self._index.read() as txn:
@@ -118,7 +120,7 @@ class BlockStore:
             return Found((), 0, "index")
 
     def _find(self, blob: bytes, blocks: int, traffic: str | None, *, exact_only: bool, use: bool) -> Found:
-        with self._state, self._index.read() as txn:
+        with self._state_lock, self._index.read() as txn:
             now_s = self._clock.wall()
             policy = self.policies.current(txn)
             class_id = policy.class_id(traffic)
@@ -126,7 +128,7 @@ class BlockStore:
             held, found, exact = walked.hops, walked.end, walked.exact
             reason: MissReason | None = None if found == blocks else "absent"
             if exact_only and exact < found:
-                held, found, reason = head_of_hops(held, exact), exact, "approx"
+                held, found, reason = head_of(held, exact), exact, "approx"
             alive, part = self._cache.alive_lead(txn, held, Cutoffs(policy, now_s))
             if alive < len(held):
                 expired, reason = held[alive][0], "expired"
@@ -149,9 +151,9 @@ class BlockStore:
         None keeps the metadata only. Never raises for a full or failing backend: what could not be stored is dropped.
         """
         stored = present = 0
-        with self._write:
+        with self._write_lock:
             try:
-                with self._state, self._index.read() as txn:
+                with self._state_lock, self._index.read() as txn:
                     policy = self.policies.current(txn)
                     class_id = policy.class_id(traffic)
                     stamp = self._stamps.next(self._clock.wall())
@@ -192,11 +194,11 @@ class BlockStore:
         if granted < wanted and self._compactor is not None:
             self._compactor.run((wanted - granted) * self._codec.slot_bytes)
             granted = self.space.make_room(wanted, class_id, policy, stamp)
-        pieces = self.space.allocate(class_id, walk.runs if granted == wanted else head_of_runs(walk.runs, granted))
+        pieces = self.space.allocate(class_id, walk.runs if granted == wanted else head_of(walk.runs, granted))
         if payload is not None and not self._write_pieces(pieces, payload, walk.origin, class_id):
             return 0, walk.present
         freed = Freed()
-        with self._state, self._index.write() as txn:
+        with self._state_lock, self._index.write() as txn:
             # Lives that pass on to exact blocks must hold all uses.
             if walk.replace or self._due(stamp):
                 self._cache.flush(txn)
@@ -208,8 +210,9 @@ class BlockStore:
             stored = sum([self._publish(txn, walk, piece, class_id, stamp, carried, freed) for piece in pieces])
         try:
             if carried:
-                # What was replaced may have been promised to be durable; its space goes only once its successors are.
-                self.space.sync({piece.writer.number: piece.writer for piece in pieces}.values())
+                # What was replaced may have been promised to be durable: its space goes only once its successors
+                # are, or are given up since they cannot be.
+                self.space.sync(_writers_of(pieces))
             self.space.reclaimer.release(freed)
             self.space.seal_full()
         except lmdb.Error as error:
@@ -238,7 +241,7 @@ class BlockStore:
             write_chunks(chunks, self._pool, self._codec.slot_bytes, fill=fill, write=write)
         except SlotsNotWritten as failure:
             self._emit(StoreFailed(failure.chunk.writer.name, str(failure.reason)))
-            for writer in {piece.writer.number: piece.writer for piece in pieces}.values():
+            for writer in _writers_of(pieces):
                 self.space.abandon(writer)
             return False
         return True
@@ -314,14 +317,14 @@ class BlockStore:
 
     def flush_uses(self) -> None:
         """Write pending uses to the index."""
-        with self._state, self._index.write() as txn:
+        with self._state_lock, self._index.write() as txn:
             self._cache.flush(txn)
         self._flushed = stamp_of(self._clock.wall())
 
     def pin(self, blob: bytes, blocks: int, ttl_s: float) -> int:
         """Keep the stored leading blocks for `ttl_s` seconds whatever their class; returns how many are held."""
-        with self._write:
-            with self._state, self._index.read() as txn:
+        with self._write_lock:
+            with self._state_lock, self._index.read() as txn:
                 policy = self.policies.current(txn)
                 cutoffs = Cutoffs(policy, self._clock.wall())
                 until = stamp_of(self._clock.wall() + ttl_s)
@@ -336,27 +339,27 @@ class BlockStore:
 
     def maintain(self, *, clock_jumped: bool) -> None:
         """Persist uses, delete what is past its life (not in a pass in which the clock jumped)."""
-        with self._write:
+        with self._write_lock:
             self.flush_uses()
             self.space.reclaimer.remove_waiting()
         more = not clock_jumped
         while more:
             # Anew for each piece: what a longer life saves meanwhile must not go.
-            with self._state, self._index.read() as txn:
+            with self._state_lock, self._index.read() as txn:
                 policy = self.policies.current(txn)
             self.space.reclaimer.build_queue(policy)
             # Between two pieces commits have their turn.
-            with self._write:
+            with self._write_lock:
                 more = self.space.reclaimer.expire_some(policy) is not None
 
     def take_out(self, place: int, keep: int, reason: Reason) -> None:
-        """Shorten an extent to `keep` blocks, because of what was found on the backend or what an operator asked."""
-        with self._write:
+        """Shorten an extent to `keep` blocks."""
+        with self._write_lock:
             with self._index.read() as txn:
                 life = txn.life(place)
             if life is not None and life.n > keep:
                 cut = Cut(place, life.n, keep, reason)
-                self.space.reclaimer.apply(ReclaimPlan((cut,), cut.freed))
+                self.space.reclaimer.apply(ReclaimPlan((cut,)))
 
     def quarantine(self, place: int, keep: int, key: bytes, reason: str) -> None:
         """Take a block that did not verify out of the index, and note it for `kvctl verify`."""
@@ -371,21 +374,25 @@ class BlockStore:
     def lose_segment(self, number: int) -> None:
         """Forget a segment whose file is gone."""
         try:
-            with self._write:
+            with self._write_lock:
                 self.space.lose(number)
         except lmdb.Error as error:
             self._emit(Degraded("index", f"segment {number} is gone and stays: {error}"))
 
     def flush(self) -> None:
         """Make everything committed so far durable; OSError if that fails, and that segment is given up."""
-        with self._write:
+        with self._write_lock:
             self.flush_uses()
             self.space.flush()
 
     def close(self) -> bool:
         """Persist uses and seal the active segments; returns whether nothing was left for the next open to do."""
-        with self._write:
+        with self._write_lock:
             self.flush_uses()
             clean = self.space.close()
             self._index.sync()
             return clean
+
+
+def _writers_of(pieces: list[Piece]) -> Iterable[SegmentWriter]:
+    return {piece.writer.number: piece.writer for piece in pieces}.values()

@@ -29,7 +29,7 @@ class Compactor:
 
     def __init__(
         self, *, index: Index, backend: Backend, codec: BlockCodec, clock: Clock, emit: Callable[[Event], None],
-        pool: BufferPool, space: Space, cache: ExtentCache, state: threading.RLock,
+        pool: BufferPool, space: Space, cache: ExtentCache, state_lock: threading.RLock,
     ) -> None:  # fmt: skip
         self._index = index
         self._backend = backend
@@ -39,7 +39,7 @@ class Compactor:
         self._pool = pool
         self._space = space
         self._cache = cache
-        self._state = state
+        self._state_lock = state_lock
 
     def run(self, need_bytes: int) -> None:
         """Free about `need_bytes` by emptying the emptiest sealed segments. OSError if copies cannot be written."""
@@ -105,7 +105,7 @@ class Compactor:
 
         The old place keeps nothing of the extent.
         """
-        with self._state, self._index.write() as txn:
+        with self._state_lock, self._index.write() as txn:
             self._cache.flush(txn)
             life = txn.life(extent.place)
             if life is None:

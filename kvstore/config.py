@@ -62,7 +62,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     swa_expiry_s: seconds a window lives after its last use; default 180, None until its space is needed.
     direct: O_DIRECT "auto" where the file system takes it (default), "require" or refuse to open, "off".
     fsync: what a write waits for: "none", "segment" when one is sealed or flushed (default), "always" every commit.
-    read_threads: threads that read and verify, at most what the backend can use (POSIX: 8); default 8.
+    read_threads: threads that read, at most what the backend can use (POSIX: 8); default 8. Two more verify.
     read_deadline_s: seconds after which a read is a miss, unless the caller says otherwise; default 1.
     buffer_bytes: cap of the pool of aligned rows lent to callers; default 256 MiB.
     cache_bytes: host memory for verified copies of blocks, committed at open; default 0 keeps none.

@@ -40,7 +40,7 @@ class BlocksStored(Event, frozen=True):
 
 
 class StoreFailed(Event, frozen=True):
-    """A backend refused a write; the blocks of that commit were not published."""
+    """A write or a sync failed, and the blocks in question are not in the index. segment: its name, or "commit"."""
 
     segment: str
     reason: str
@@ -70,7 +70,7 @@ class BlockQuarantined(Event, frozen=True):
 
 
 class BlocksEvicted(Event, frozen=True):
-    """Blocks left the index: past their deadline, for capacity, by an operator, or because their bytes were lost."""
+    """Blocks left the index: past their deadline, for capacity, by an operator, damaged, lost, or replaced by exact."""
 
     blocks: int
     reason: Literal["expired", "capacity", "operator", "lost", "corrupt", "replaced"]
@@ -170,5 +170,3 @@ def log_warning(event: Event) -> None:
             logging.getLogger("duokv").warning("block %s in %s, slot %d: %s; taken out", *place)
         case ClockJumped():
             logging.getLogger("duokv").warning("wall clock jumped by %.0f s; nothing expires this time", event.seconds)
-        case _:
-            pass

@@ -16,7 +16,7 @@ _MOST_EXTENTS = 100_000
 _MOST_USED = 100_000
 """Extents, counted once for each walk, whose uses may wait to be noted."""
 CLOCK_BACK = (5_000 << SEQUENCE_BITS) - 1
-"""A wall clock that went back further than this is followed, so that stamps do not stay in the future."""
+"""5 s, in stamps. A wall clock that went back further is followed, so that stamps do not stay in the future."""
 
 
 class Stamps:
@@ -56,13 +56,13 @@ class ExtentCache:
         """(key blob, first block, blocks, epoch) of the last walk."""
         self._walked = Walked(0, 0)
         """Its answer: a commit often follows its lookup."""
-        self._waiting = 0
-        """Extents of these, counted once for each walk."""
         self._used: dict[tuple[bytes, int, int], tuple[Hops, int]] = {}
         """(walk, stamp) by (place of its last extent, blocks of it, class): uses not yet noted in its extents' lives.
 
         Until they are, lives say less than is true, never more.
         """
+        self._waiting = 0
+        """Extents of the walks in `_used`, counted once for each."""
 
     def met(self, first: bytes) -> bool:
         """Whether an extent that begins with this key prefix was met; it may be gone since."""

@@ -62,7 +62,7 @@ def open_store(
         undo.callback(backend.close)
         opening = take_lock(backend, "open", wait_s=_LOCK_WAIT_S)
         undo.callback(opening.release)
-        manifest = read_manifest(backend, url) or _found(backend, url, wanted, clock, config, create=create)
+        manifest = read_manifest(backend, url) or _new_manifest(backend, url, wanted, clock, create=create)
         actual = geometry_of(manifest, wanted, url)
         place = index_place(url, config)
         undo.callback(place.discard)
@@ -187,9 +187,7 @@ def index_place(url: str, config: StoreConfig) -> IndexPlace:
     raise UsageError(f"{url}: the index needs a local disk; set index_path to a directory of this host")
 
 
-def _found(
-    backend: Backend, url: str, wanted: CacheGeometry | None, clock: Clock, config: StoreConfig, *, create: bool
-) -> Manifest:
+def _new_manifest(backend: Backend, url: str, wanted: CacheGeometry | None, clock: Clock, *, create: bool) -> Manifest:
     if not create:
         raise StoreError(
             f"{url}: no store here ({MANIFEST} is missing); check the path, or commit something to make one"

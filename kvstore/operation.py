@@ -171,7 +171,7 @@ def plan_key(txn: IndexTxn, key: str) -> ReclaimPlan:
         raise UsageError(f"key {key!r} is not in the store; kvctl explain says what is known of it")
     extent, offset, life = found
     cut = Cut(extent.place, life.n, offset, "operator")
-    return ReclaimPlan((cut,), cut.freed)
+    return ReclaimPlan((cut,))
 
 
 def plan_all(txn: IndexTxn) -> ReclaimPlan:
@@ -188,8 +188,7 @@ def evict(view: StoreView, plan: ReclaimPlan, *, dry_run: bool = False) -> Evict
     unsubscribe = view.events.subscribe(events.append)
     space = view.blocks(view.writable).space
     for at in range(0, len(plan.cuts), _CUTS_PER_TXN):
-        cuts = plan.cuts[at : at + _CUTS_PER_TXN]
-        space.reclaimer.apply(ReclaimPlan(cuts, sum(cut.freed for cut in cuts)))
+        space.reclaimer.apply(ReclaimPlan(plan.cuts[at : at + _CUTS_PER_TXN]))
     unsubscribe()
     # Engines may have been quicker with some of it.
     blocks = sum(event.blocks for event in events if isinstance(event, BlocksEvicted))
@@ -204,7 +203,7 @@ def _plan(lives: Iterable[tuple[int, Life]], keep: Callable[[Life], int], reason
     ]
     # Leaves before parents, so that stopping half way leaves nothing that cannot be reached.
     cuts.sort(key=lambda item: item[0], reverse=True)
-    return ReclaimPlan(tuple(cut for _, cut in cuts), sum(cut.freed for _, cut in cuts))
+    return ReclaimPlan(tuple(cut for _, cut in cuts))
 
 
 # -- the index anew ----------------------------------------------------------------------------------------------------

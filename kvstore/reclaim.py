@@ -17,7 +17,7 @@ from duokv.kvstore.index import IndexTxn, SegmentInfo
 from duokv.kvstore.lives import CLOCK_BACK
 from duokv.kvstore.policy import Policy
 
-Reason = Literal["expired", "capacity", "operator", "lost", "corrupt"]
+Reason = Literal["expired", "capacity", "operator", "corrupt"]
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -36,10 +36,14 @@ class Cut(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ReclaimPlan:
-    """Cuts in the order they are to be made, and the blocks they free."""
+    """Cuts in the order they are to be made."""
 
     cuts: tuple[Cut, ...]
-    freed: int
+
+    @property
+    def freed(self) -> int:
+        """Blocks that go."""
+        return sum([cut.freed for cut in self.cuts])
 
 
 @dataclass(slots=True)
@@ -106,7 +110,7 @@ class VictimQueue:
                 life.cut(keep)
                 # A deadline just past can still round to within the life, and would come up again and again.
                 self._add_deadline(place, life, now_s)
-        return _plan(cuts)
+        return ReclaimPlan(tuple(cuts))
 
     def plan_capacity(
         self, txn: IndexTxn, need: int, *, before_stamp: int, now_s: float, reason: Reason = "capacity"
@@ -143,7 +147,7 @@ class VictimQueue:
                 heapq.heappush(self._oldest, _age(place, life))
         for entry in held:
             heapq.heappush(self._oldest, entry)
-        return _plan(cuts)
+        return ReclaimPlan(tuple(cuts))
 
 
 def plan_compaction(
@@ -165,7 +169,3 @@ def plan_compaction(
 
 def _age(place: int, life: Life) -> tuple[int, int, int]:
     return (life.last_use(life.n - 1), -(life.chain_pos + life.n), place)
-
-
-def _plan(cuts: list[Cut]) -> ReclaimPlan:
-    return ReclaimPlan(tuple(cuts), sum(cut.freed for cut in cuts))

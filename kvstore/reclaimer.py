@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import lmdb
@@ -19,6 +19,7 @@ from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
 from duokv.kvstore.segment import parse_name
+from duokv.kvstore.walk import Runs, extend_runs
 
 _AT_ONCE = 256
 """Extents looked at in one transaction of expiry, some milliseconds."""
@@ -49,7 +50,7 @@ class Reclaimer:
 
     def __init__(
         self, *, index: Index, backend: Backend, slot_bytes: int, clock: Clock, emit: Callable[[Event], None],
-        cache: ExtentCache, state: threading.RLock, lose: Callable[[int], None],
+        cache: ExtentCache, state_lock: threading.RLock, lose: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._index = index
         self._backend = backend
@@ -57,7 +58,7 @@ class Reclaimer:
         self._clock = clock
         self._emit = emit
         self._cache = cache
-        self._state = state
+        self._state_lock = state_lock
         self._lose = lose
         self._dead: dict[int, SegmentInfo] = {}
         """Segments without a live block whose file could not be removed yet."""
@@ -81,27 +82,27 @@ class Reclaimer:
         """Order all extents by age and deadline, unless that is up to date. Lookups go on meanwhile."""
         with self._preparing:
             with ExitStack() as reading:
-                with self._state:
+                with self._state_lock:
                     txn = reading.enter_context(self._index.read())
                     if not self._is_outdated(txn, policy):
                         return
                     built = (txn.stored() - self._stored, self._clock.monotonic())
                     self._next_queue = added = VictimQueue(policy)
                 queue = VictimQueue.built(txn.lives(), policy)
-            with self._state:
+            with self._state_lock:
                 # A reset meanwhile is about extents that neither of the two has.
                 if self._next_queue is added:
                     queue.join(added)
                     self._queue, self._queue_built = queue, built
                 self._next_queue = None
 
-    def reclaim(self, need: int, policy: Policy, *, before_stamp: int) -> int:
-        """Delete expired blocks, then the least recently used until `need` blocks are free; returns blocks freed."""
+    def reclaim(self, need: int, policy: Policy, *, before_stamp: int) -> None:
+        """Delete expired blocks, then the least recently used until `need` blocks are free or none is left to go."""
         gone = 0
         while (expired := self.expire_some(policy)) is not None:
             gone += expired
         freed = Freed()
-        with self._state, self._index.write() as txn:
+        with self._state_lock, self._index.write() as txn:
             self._cache.flush(txn)
             queue = self._victims(txn, policy)
             now_s = self._clock.wall()
@@ -115,13 +116,12 @@ class Reclaimer:
                 self.reset_queue()
                 queue = self._victims(txn, policy)
         self.release(freed)
-        return gone
 
     def expire_some(self, policy: Policy) -> int | None:
         """Delete expired blocks, few at a time since lookups wait meanwhile; how many, None if none was due."""
         self.build_queue(policy)
         freed = Freed()
-        with self._state:
+        with self._state_lock:
             now_s = self._clock.wall()
             if self._queue is not None and not self._queue.expired(now_s):
                 return None
@@ -159,7 +159,7 @@ class Reclaimer:
     def apply(self, plan: ReclaimPlan) -> None:
         """Carry out a plan made elsewhere (operators, quarantine)."""
         freed = Freed()
-        with self._state, self._index.write() as txn:
+        with self._state_lock, self._index.write() as txn:
             self._cache.flush(txn)
             txn.note_gaps()
             self._apply(txn, plan, freed)
@@ -228,7 +228,7 @@ class Reclaimer:
         for name, ranges in freed.ranges.items():
             length = sum(n for _, n in ranges) * self._slot
             try:
-                given = self._backend.punch(name, [(slot * self._slot, n * self._slot) for slot, n in join(ranges)])
+                given = self._backend.punch(name, [(slot * self._slot, n * self._slot) for slot, n in joined(ranges)])
                 self._emit(SpaceFreed(name, given))
                 if not given:
                     self._lose_if_gone(name)
@@ -278,12 +278,9 @@ class Reclaimer:
         return not self._dead
 
 
-def join(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge (first, count) ranges that touch."""
-    merged: list[tuple[int, int]] = []
+def joined(ranges: Iterable[tuple[int, int]]) -> Runs:
+    """The same (first, count) ranges in order, those that touch as one."""
+    merged: Runs = []
     for first, count in sorted(ranges):
-        if merged and merged[-1][0] + merged[-1][1] == first:
-            merged[-1] = (merged[-1][0], merged[-1][1] + count)
-        else:
-            merged.append((first, count))
+        extend_runs(merged, first, count)
     return merged

@@ -29,7 +29,7 @@ _LIVE_SHARE = 0.85
 
 
 class Space:
-    """Allocates slots and seals what is full. Not thread-safe; `state` guards the extent cache shared with lookups."""
+    """Allocates slots and seals what is full. Not thread-safe; `state_lock` guards what it shares with lookups."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Space:
         emit: Callable[[Event], None],
         writer_id: str,
         cache: ExtentCache,
-        state: threading.RLock,
+        state_lock: threading.RLock,
     ) -> None:
         self._index = index
         self._backend = backend
@@ -53,7 +53,7 @@ class Space:
         self._emit = emit
         self._writer_id = writer_id
         self._cache = cache
-        self._state = state
+        self._state_lock = state_lock
         self._active: dict[int, SegmentWriter] = {}
         self._full: list[SegmentWriter] = []
         """Segments without room left whose last slots may not be published yet."""
@@ -64,8 +64,8 @@ class Space:
         self.given_up = 0
         """Segments that could not be made durable so far."""
         self.reclaimer = Reclaimer(
-            index=index, backend=backend, slot_bytes=self._slot, clock=clock, emit=emit, cache=cache, state=state,
-            lose=self.lose,
+            index=index, backend=backend, slot_bytes=self._slot, clock=clock, emit=emit, cache=cache,
+            state_lock=state_lock, lose=self.lose,
         )  # fmt: skip
         self.segment_slots = max(1, config.effective_segment_bytes // self._slot)
         self._step = max(1, config.preallocate_bytes // self._slot)
@@ -80,11 +80,11 @@ class Space:
         evict = self._to_evict(slots, class_id)
         if evict > 0:
             self.reclaimer.reclaim(evict, policy, before_stamp=stamp)
-        while slots and (short := self.short(slots, class_id)) > 0:
+        while slots and (short := self._short(slots, class_id)) > 0:
             slots = max(0, slots - short)
         return slots
 
-    def short(self, slots: int, class_id: int) -> int:
+    def _short(self, slots: int, class_id: int) -> int:
         """Slots lacking for `slots` more, by whichever limit binds."""
         return max(self._short_of_blocks(slots), self._short_of_bytes(slots, class_id))
 
@@ -343,9 +343,9 @@ class Space:
         return [*self._active.values(), *self._full, *self._unsealed]
 
     def lose(self, number: int) -> None:
-        """Forget a segment whose file is gone, with all its extents."""
+        """Forget a segment with all its extents, and remove what there is of its file."""
         ours = [writer for writer in self._writers() if writer.number == number]
-        with self._state, self._index.write() as txn:
+        with self._state_lock, self._index.write() as txn:
             self._cache.flush(txn)
             txn.note_gaps()
             blocks = 0

@@ -284,7 +284,7 @@ class KVStore:
     # -- operation ---------------------------------------------------------------------------------------------------
 
     def report(self, served: RequestServed, *, request_id: str | None = None) -> None:
-        """Tell metrics how a request's tokens were come by; engines and the harness do. Retries as in `lookup`."""
+        """Tell metrics how a request's tokens were come by; engines do. Retries as in `lookup`."""
         if self._reported.seen(request_id):
             served = msgspec.structs.replace(served, retry=True)
         self.events.emit(served)

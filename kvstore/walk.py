@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -13,10 +14,9 @@ from duokv.kvstore.lives import ExtentCache
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.spans import Span
 
+_T = TypeVar("_T")
 Runs = list[tuple[int, int]]
 """[(first block, blocks)], rising and apart."""
-
-
 MissReason = Literal["absent", "expired", "approx", "index"]
 
 
@@ -123,23 +123,12 @@ def overlap(runs: Runs, first: int, count: int) -> Runs:
     ]
 
 
-def head_of_runs(runs: Runs, count: int) -> Runs:
-    """The leading `count` blocks of runs: parents before leaves."""
+def head_of(counted: Sequence[tuple[_T, int]], blocks: int) -> list[tuple[_T, int]]:
+    """The leading `blocks` blocks of runs or of a walk: parents before leaves."""
     kept = []
-    for first, length in runs:
-        if count <= 0:
+    for what, count in counted:
+        if blocks <= 0:
             break
-        kept.append((first, min(length, count)))
-        count -= length
-    return kept
-
-
-def head_of_hops(hops: Hops, count: int) -> Hops:
-    """The leading `count` blocks of a walk."""
-    kept = []
-    for hop, length in hops:
-        if count <= 0:
-            break
-        kept.append((hop, min(length, count)))
-        count -= length
+        kept.append((what, min(count, blocks)))
+        blocks -= count
     return kept

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 from store_kit import GEOMETRY, NS, config
 
 from duokv.connectors.fs_memory import MemoryBackend

@@ -151,7 +151,7 @@ def test_a_simulation_finds_the_same_whoever_derives_its_keys(
 ) -> None:
     requests = list(generate("agent", seed=3, days=0.1, requests_per_day=2000))
     alone = simulate(requests, SimOptions(traffic="agent")).as_json()
-    monkeypatch.setattr(cache_hit, "WORTH_IT", 1)
+    monkeypatch.setattr(cache_hit, "LEAST_BLOCKS", 1)
     monkeypatch.setattr(sys, "executable", executable)
     together = simulate(requests, SimOptions(traffic="agent", keys=keys)).as_json()
     assert {**together, "seconds": 0} == {**alone, "seconds": 0}
