@@ -1,7 +1,7 @@
 """The store for callers on an event loop. The only module that knows one; the core stays synchronous.
 
-Each call runs on a small pool of threads, so the loop never waits for the index or a disk. Cancelling a task stops
-waiting, not the call: a load that was cancelled keeps its buffers until its reads have ended.
+Each call runs on a small pool of threads, so the loop never waits for the index or a disk. A call that has begun uses
+what it was given until its end, so a cancelled task waits for that: a load's comes at its deadline at the latest.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -55,16 +56,17 @@ class AsyncKVStore:
     async def load_iter(
         self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None
     ) -> AsyncIterator[int]:
-        """See `KVStore.load_iter`."""
+        """See `KVStore.load_iter`. Leave it early only under `contextlib.aclosing`: a loop closes others some time."""
         leads = self.store.load_iter(hit, out, first_block=first_block, deadline_s=deadline_s)
-        while (lead := await self._call(partial(next, leads, None))) is not None:
-            yield lead
+        with closing(leads):
+            while (lead := await self._call(partial(next, leads, None))) is not None:
+                yield lead
 
     async def commit(
         self, ns: Namespace, tokens: TokenIds, blocks: Blocks, *, first_block: int = 0, traffic: str | None = None,
         origin: Origin = Origin.EXACT, media: Sequence[Media] = (),
     ) -> Commit:  # fmt: skip
-        """See `KVStore.commit`. `blocks` must not change before this returns."""
+        """See `KVStore.commit`. `blocks` must not change before this returns or raises."""
         work = partial(self.store.commit, ns, tokens, blocks, first_block=first_block, traffic=traffic, origin=origin)
         return await self._call(partial(work, media=media))
 
@@ -78,4 +80,12 @@ class AsyncKVStore:
         self._pool.shutdown(wait=False)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        call = self._pool.submit(work)
+        ended = asyncio.wrap_future(call)
+        try:
+            return await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            while not call.done() and not call.cancel():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([ended])
+            raise

@@ -7,11 +7,10 @@ before the index points at it; a crash between leaves garbage that the next open
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import lmdb
-import msgspec
-import numpy as np
 
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.buffers import BufferPool
@@ -20,7 +19,7 @@ from duokv.kvstore.compaction import Compactor
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.damage import Damage, note_damage
 from duokv.kvstore.events import BlocksEvicted, BlocksStored, Degraded, Event, StoreFailed
-from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, stamp_of
+from duokv.kvstore.extent import PREFIX_BYTES, SEQUENCE_BITS, Cutoffs, Extent, Life, place_of, prefixes_of, stamp_of
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 from duokv.kvstore.keys import KEY_BYTES
@@ -36,6 +35,7 @@ from duokv.kvstore.segment import Piece, SegmentWriter
 from duokv.kvstore.space import Space
 from duokv.kvstore.staging import Chunk, Payload, SlotsNotWritten, plan_chunks, write_chunks
 from duokv.kvstore.walk import (
+    Committed,
     CommitWalk,
     Found,
     MissReason,
@@ -43,16 +43,6 @@ from duokv.kvstore.walk import (
     overlap,
     walk_for_commit,
 )
-
-_KEY = np.dtype([("prefix", f"V{PREFIX_BYTES}"), ("rest", f"V{KEY_BYTES - PREFIX_BYTES}")])
-
-
-class Committed(msgspec.Struct, frozen=True):
-    """What became of a commit's blocks."""
-
-    new: int
-    present: int
-    dropped: int
 
 
 class BlockStore:
@@ -292,7 +282,7 @@ class BlockStore:
         unused = (piece.slot, piece.count)
         for start, count in overlap(walk.runs, piece.block, piece.count):
             keys = walk.blob[start * KEY_BYTES : (start + count) * KEY_BYTES]
-            prefixes = np.frombuffer(keys, _KEY)["prefix"].tobytes()
+            prefixes = prefixes_of(keys)
             slot = piece.slot + start - piece.block
             extent = Extent(piece.writer.number, slot, start, class_id, walk.origin, prefixes)
             life = Life.born(count, start, prefixes[:PREFIX_BYTES], class_id, stamp)
@@ -351,6 +341,16 @@ class BlockStore:
             # Between two pieces commits have their turn.
             with self._write_lock:
                 more = self.space.reclaimer.expire_some(policy) is not None
+
+    @contextmanager
+    def writing(self, wait_s: float) -> Iterator[bool]:
+        """Keep commits and housekeeping out meanwhile; False if they took longer than `wait_s` seconds to let us in."""
+        granted = self._write_lock.acquire(timeout=wait_s)
+        try:
+            yield granted
+        finally:
+            if granted:
+                self._write_lock.release()
 
     def take_out(self, place: int, keep: int, reason: Reason) -> None:
         """Shorten an extent to `keep` blocks."""

@@ -11,6 +11,7 @@ import mmap
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from types import TracebackType
 
 import numpy as np
@@ -79,6 +80,7 @@ class _Region:
         self.bytes = np.frombuffer(aligned(nbytes), np.uint8)
         self.start = _start(self.bytes)
         self.holders = 0
+        self.spoiled = False
 
 
 class Lent:
@@ -97,9 +99,18 @@ class Lent:
         """Return a second handle, for a read that may end after this one's release (thread-safe)."""
         return self._pool._share(self)
 
+    def spoil(self) -> None:
+        """Note that a read nobody waits for may still write into the rows, until all handles are released."""
+        if self._region is not None:
+            self._region.spoiled = True
+
     def release(self) -> None:
         """Give this handle up; idempotent and thread-safe."""
         self._pool._take_back(self)
+
+    def _is_spoiled(self) -> bool:
+        region = self._region
+        return region is not None and region.spoiled
 
     def __enter__(self) -> Lent:
         return self
@@ -139,6 +150,7 @@ class BufferPool:
         lent = Lent(self, region, region.bytes[: n * row_bytes].reshape(n, row_bytes))
         with self._lock:
             region.holders = 1
+            region.spoiled = False
             self._lent[region.start] = lent
         return lent
 
@@ -150,6 +162,12 @@ class BufferPool:
                 if start <= at < start + lent.rows.nbytes:
                     return lent
         return None
+
+    def spoiled(self, arrays: Iterable[NDArray[np.uint8]]) -> bool:
+        """Whether one of the arrays lies in lent memory that was spoiled."""
+        with self._lock:
+            lent = [(start, start + one.rows.nbytes) for start, one in self._lent.items() if one._is_spoiled()]
+        return bool(lent) and any(start <= _start(array) < end for array in arrays for start, end in lent)
 
     def _reuse(self, wanted: int) -> _Region | None:
         """Take the smallest idle region of `wanted` to twice as many bytes."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+
+from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import BORN_CLASS, PIN_CLASS, Policy
 
@@ -17,6 +20,7 @@ PREFIX_BYTES = 16
 """Bytes of a block's key that the index keeps; the slot's trailer holds all 32 and a load compares them."""
 SEQUENCE_BITS = 20
 
+_KEY = np.dtype([("prefix", f"V{PREFIX_BYTES}"), ("rest", f"V{KEY_BYTES - PREFIX_BYTES}")])
 Steps = dict[int, list[tuple[int, int]]]
 """class number -> [(up to block, stamp)], up-to rising, stamps falling. The lists are never changed in place."""
 
@@ -28,6 +32,11 @@ _LIFE = struct.Struct(f"<II{PREFIX_BYTES}s")
 _STEP = struct.Struct("<HHIQ")
 _BORN = struct.Struct(f"<II{PREFIX_BYTES}sHHIQHHIQ")
 """A life with two steps, as most are."""
+
+
+def prefixes_of(keys: bytes) -> bytes:
+    """The prefixes of concatenated keys, concatenated."""
+    return np.frombuffer(keys, _KEY)["prefix"].tobytes()
 
 
 def place_of(segment: int, slot: int) -> int:

@@ -96,7 +96,7 @@ class ExtentCache:
         while at < end:
             hop = known(blob[at : at + PREFIX_BYTES])
             after = end + 1
-            if hop is not None and hop.epoch == epoch:
+            if hop is not None and hop.epoch == epoch and hop.life.chain_pos * KEY_BYTES == at:
                 count = hop.life.n
                 after = at + count * KEY_BYTES
                 if hop.goal is not tried and hop.era == self._era:
@@ -110,7 +110,7 @@ class ExtentCache:
                         goal = way[-1][0]
                         continue
             if hop is None or after > end or blob[after - KEY_BYTES : after - PREFIX_BYTES] != hop.last:
-                hop, count = self._read(txn, blob[at:end], epoch)
+                hop, count = self._read(txn, blob, at, end, epoch)
                 if hop is None or not count:
                     break
                 after = at + count * KEY_BYTES
@@ -127,9 +127,9 @@ class ExtentCache:
             for hop in stepped:
                 hop.goal, hop.era = goal, self._era
 
-    def _read(self, txn: IndexTxn, blob: bytes, epoch: int | None) -> tuple[Hop | None, int]:
-        """The extent that starts with the first block of `blob`, as the index has it, and the blocks they share."""
-        record = txn.record(blob[:PREFIX_BYTES])
+    def _read(self, txn: IndexTxn, blob: bytes, at: int, end: int, epoch: int | None) -> tuple[Hop | None, int]:
+        """The extent that starts with the block at byte `at`, as the index has it, and the blocks they share."""
+        record = txn.record(blob[at : at + PREFIX_BYTES])
         if record is None:
             return None, 0
         place = record[: PLACE.size]
@@ -137,12 +137,15 @@ class ExtentCache:
         if raw is None:
             return None, 0
         hop = self.get(place, raw)
+        if hop.life.chain_pos * KEY_BYTES != at:
+            # Two keys that agree in what the index keeps of them; ways must not lead in circles.
+            return None, 0
         n = hop.life.n
         hop.last = record[EXTENT_HEAD + (n - 1) * PREFIX_BYTES : EXTENT_HEAD + n * PREFIX_BYTES]
         hop.approx = record[EXTENT_HEAD - 2] != 0
         hop.epoch = -1 if epoch is None else epoch
         self._firsts[hop.life.first] = hop
-        return hop, agreeing(record, blob, min(n, len(blob) // KEY_BYTES))
+        return hop, agreeing(record, blob[at:end], min(n, (end - at) // KEY_BYTES))
 
     def get(self, place: bytes, raw: bytes) -> Hop:
         """The extent at `place`, whose life in the index is `raw`, with this process's own uses."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 import lmdb
@@ -65,12 +65,22 @@ class BlockLoader:
         """Of the segments met so far; a number is never used again."""
         self._max_copied = max(1, _MAX_COPY_BYTES // codec.slot_bytes)
 
-    def stream(self, wanted: Wanted, rows: Rows, lent: Lent | None, deadline_s: float) -> Iterator[int]:
+    def stream(self, wanted: Wanted, rows: Rows, lent: Lent | None, deadline_s: float) -> Generator[int, None, None]:
         """Yield how many leading rows hold verified blocks, each time that grows. Row 0 is block `wanted.first`.
 
-        lent: see `BlockReader.fetch`.
+        lent: see `BlockReader.fetch`. Held from now on until the iterator ends or is closed, since copies go on while
+        it does neither, whatever its caller does with the rows.
         """
+        return self._stream(wanted, rows, None if lent is None else lent.retain(), deadline_s)
+
+    def _stream(self, wanted: Wanted, rows: Rows, held: Lent | None, deadline_s: float) -> Generator[int, None, None]:
+        with held or nullcontext():
+            yield from self._leads(wanted, rows, held, deadline_s)
+
+    def _leads(self, wanted: Wanted, rows: Rows, lent: Lent | None, deadline_s: float) -> Iterator[int]:
         total = wanted.blocks - wanted.first
+        if total <= 0:
+            return
         until = self._reader.after(deadline_s)
         lead, cached, reason, spans = 0, 0, None, wanted.spans
         try:
@@ -82,7 +92,7 @@ class BlockLoader:
                     lead, cached = grown, warm + held
                 if reason is None or reason == LATE:
                     break
-                spans, reason = self._settle(wanted, spans, wanted.first + lead, reason)
+                spans, reason = self._settle(wanted, spans, wanted.first + lead, reason, until)
                 if not spans or attempt:
                     break
         except lmdb.Error as error:
@@ -138,7 +148,9 @@ class BlockLoader:
             self._files.update(known)
         return self._files
 
-    def _settle(self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str) -> tuple[tuple[Span, ...], str]:
+    def _settle(
+        self, wanted: Wanted, spans: tuple[Span, ...], block: int, reason: str, until: float
+    ) -> tuple[tuple[Span, ...], str]:
         """Decide what a failed row means: new places if the block moved, else none, and why it is a miss."""
         span = next(span for span in spans if span.block <= block < span.block + span.count)
         place, offset = place_of(span.segment, span.slot), block - span.block
@@ -151,12 +163,16 @@ class BlockLoader:
             return found.spans(until) if until > block else (), _CUT
         if is_unreadable(reason) and reason != "ENOENT":
             return (), reason
-        if reason == "ENOENT":
-            self._blocks.lose_segment(span.segment)
-        else:
-            key = wanted.chain.blob[block * KEY_BYTES : (block + 1) * KEY_BYTES]
-            self._blocks.quarantine(place, offset, key, reason)
-            self._emit(BlockQuarantined(key, info.name(span.segment), span.slot + offset, reason))
+        with self._blocks.writing(self._reader.left(until)) as granted:
+            if not granted:
+                # A commit may wait for a device that hangs; the next load finds the same.
+                return (), reason
+            if reason == "ENOENT":
+                self._blocks.lose_segment(span.segment)
+            else:
+                key = wanted.chain.blob[block * KEY_BYTES : (block + 1) * KEY_BYTES]
+                self._blocks.quarantine(place, offset, key, reason)
+                self._emit(BlockQuarantined(key, info.name(span.segment), span.slot + offset, reason))
         return (), reason
 
 

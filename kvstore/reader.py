@@ -31,6 +31,8 @@ MAX_READ_BYTES = 1 << 20
 _CHECKERS = 2
 """Threads that verify at a time, beside those that read: more contend for the interpreter's lock, and are slower
 together. More do only when as many reads wait as there are threads to read, since each that waits may hold a stage."""
+_LONGEST_WAIT_S = 1e9
+"""Longer deadlines are cut to it: the system's waits overflow."""
 LATE = "deadline"
 Check = Callable[[int, Rows], list[str | None]]
 """`check(i, rows)`: per row, why it is not block i, i + 1, ... of the plan, or None where it is. On any thread."""
@@ -182,10 +184,15 @@ class BlockReader:
         """Wakes a thread that verifies; False ends it."""
         self._abandoned: list[_Job] = []
         """Jobs nobody waits for any more whose reads may still write into their rows."""
+        self._closed = False
 
     def after(self, seconds: float) -> float:
         """When `seconds` from now have passed, on the clock of `fetch`: real time, whatever clock the store has."""
-        return self._monotonic() + seconds
+        return self._monotonic() + min(seconds, _LONGEST_WAIT_S)
+
+    def left(self, until: float) -> float:
+        """Seconds left until then, at least 0."""
+        return max(0.0, until - self._monotonic())
 
     def fetch(
         self,
@@ -237,6 +244,8 @@ class BlockReader:
             job.cancelled = True
             job.end_copies()
             if not job.ended.is_set():
+                if lent is not None:
+                    lent.spoil()
                 with self._lock:
                     self._abandoned.append(job)
 
@@ -247,35 +256,42 @@ class BlockReader:
         helpers = min(self.threads, runs) - 1 if self._queue.empty() else 0
         if reads or helpers > 0:
             self._start()
+        with self._lock:
+            if not self._closed:
+                for span in reads:
+                    self._queue.put(partial(self._serve, job, span, name_of(span.segment), until))
+                for _ in range(helpers):
+                    self._queue.put(job.help_copying)
+                return
         for span in reads:
-            self._queue.put(partial(self._serve, job, span, name_of(span.segment), until))
-        for _ in range(helpers):
-            self._queue.put(job.help_copying)
+            self._end(job, span, [LATE] * span.count)
 
     def _next(self, job: _Job, until: float) -> tuple[int, list[str | None]]:
         """What came of one more read or copy, copying rather than waiting; queue.Empty when it is too late."""
         if job.done.empty() and until > self._monotonic() and job.copy_one():
             return job.done.get_nowait()
-        return job.done.get(timeout=max(0.0, until - self._monotonic()))
+        return job.done.get(timeout=self.left(until))
 
     def _undisturbed(self, rows: Rows, until: float) -> bool:
         """Wait for late reads of earlier jobs into the same memory: they would overwrite what was verified since."""
         with self._lock:
             self._abandoned = [job for job in self._abandoned if not job.ended.is_set()]
             before = [job for job in self._abandoned if np.may_share_memory(job.rows, rows)]
-        return all(job.ended.wait(max(0.0, until - self._monotonic())) for job in before)
+        return all(job.ended.wait(self.left(until)) for job in before)
 
     def close(self) -> None:
-        """Let idle threads end; one stuck in a backend call is left behind."""
-        for _ in self._started:
-            self._queue.put(None)
-            self._read_one.put(False)
+        """Let threads end once they have nothing left to do; one stuck in a backend call is left behind."""
+        with self._lock:
+            self._closed = True
+            for _ in self._started:
+                self._queue.put(None)
+                self._read_one.put(False)
 
     def _start(self) -> None:
         wanted = self.threads + _CHECKERS
         if len(self._started) < wanted:
             with self._lock:
-                while len(self._started) < wanted:
+                while len(self._started) < wanted and not self._closed:
                     work, name = self._work, "duokv-read"
                     if len(self._started) >= self.threads:
                         work, name = self._check_often, "duokv-check"
@@ -370,7 +386,7 @@ class BlockReader:
             rows = stage.rows[: span.count]
         op = ReadOp(name, span.slot * self._slot_bytes, (rows.reshape(-1).data,))
         try:
-            got = self._backend.read_many([op], deadline_s=max(0.0, until - self._monotonic()))[0]
+            got = self._backend.read_many([op], deadline_s=self.left(until))[0]
         except BaseException:
             if stage is not None:
                 stage.release()

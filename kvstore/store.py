@@ -6,7 +6,7 @@ import errno
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
@@ -187,15 +187,20 @@ class KVStore:
 
         out: `[n, slot_bytes]` uint8 rows lent by `buffers(n)` are read into directly; any other `[n, >= payload_bytes]`
         array costs one copy, since a read that outlives its deadline must never write into memory given back to others.
-        n may be less than the hit. Rows after the returned ones are undefined. Late, missing or damaged blocks are a
-        miss; damaged ones leave the index.
+        n may be less than the hit. Late, missing or damaged blocks are a miss; damaged ones leave the index. Rows after
+        the returned ones are undefined and, where lent, may be written to by late reads until they are released:
+        release them rather than put blocks of your own there, which `commit` would refuse.
         """
         return max(self.load_iter(hit, out, first_block=first_block, deadline_s=deadline_s), default=0)
 
     def load_iter(
         self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None
-    ) -> Iterator[int]:
-        """Like `load`, yielding the number of leading verified rows each time it grows."""
+    ) -> Generator[int, None, None]:
+        """Like `load`, yielding the number of leading verified rows each time it grows.
+
+        `out` is being written to until the iterator ends or is closed. Close it (`contextlib.closing`) when you leave
+        it early; a `for` over the call itself does.
+        """
         self._check_open()
         blocks = min(len(hit.keys), first_block + len(out))
         rows = out.ndim == 2 and out.dtype == np.uint8 and out.flags.writeable
@@ -204,8 +209,6 @@ class KVStore:
                 f"load: out is {out.dtype} of shape {out.shape} from block {first_block}; "
                 f"give writable uint8 rows of {self.geometry.slot_bytes} bytes, as buffers(n) lends them"
             )
-        if blocks <= first_block:
-            return iter(())
         found = hit._found
         exact = min(found.exact, blocks)
         chain = Chain(hit._root, hit.keys.blob, hit._ids)
@@ -237,6 +240,8 @@ class KVStore:
                 f"it has {len(ids) // TOKEN_BYTES} whole blocks"
             )
         sources = _payloads(blocks, self.geometry.payload_bytes, first_block)
+        if self._pool.spoiled([sources] if isinstance(sources, np.ndarray) else sources):
+            raise UsageError("commit: a late read may write into these rows; release them and fill others")
         root = ns.root()
         blob = chain_blob(root, ids, total, check_media(media))
         payload_bytes = self.geometry.payload_bytes

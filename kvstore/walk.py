@@ -68,6 +68,14 @@ class CommitWalk(msgspec.Struct):
         return walk_for_commit(txn, cache, self.blob, self.blocks, self.first, self.origin)
 
 
+class Committed(msgspec.Struct, frozen=True):
+    """What became of a commit's blocks."""
+
+    new: int
+    present: int
+    dropped: int
+
+
 def walk_for_commit(
     txn: IndexTxn, cache: ExtentCache, blob: bytes, blocks: int, first: int, origin: Origin
 ) -> CommitWalk:
