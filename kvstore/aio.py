@@ -7,7 +7,7 @@ what it was given until its end, so a cancelled task waits for that: a load's co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
@@ -55,7 +55,7 @@ class AsyncKVStore:
 
     async def load_iter(
         self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None
-    ) -> AsyncIterator[int]:
+    ) -> AsyncGenerator[int, None]:
         """See `KVStore.load_iter`. Leave it early only under `contextlib.aclosing`: a loop closes others some time."""
         leads = self.store.load_iter(hit, out, first_block=first_block, deadline_s=deadline_s)
         with closing(leads):

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -65,3 +67,88 @@ def test_the_loop_runs_while_the_store_waits(store: KVStore, monkeypatch: pytest
         return hit.tokens
 
     assert run(walk()) == 0
+
+
+def test_a_cancelled_task_waits_for_what_uses_its_memory(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets the rows next must not fill them while a commit still copies from them."""
+    begun, gate = threading.Event(), threading.Event()
+    commit = store.commit
+
+    def slow(*args: object, **options: object) -> object:
+        begun.set()
+        assert gate.wait(30)
+        return commit(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "commit", slow)
+
+    async def walk() -> int:
+        aio = AsyncKVStore(store)
+        rows = np.ones((5, 1000), np.uint8)
+        task = asyncio.create_task(aio.commit(NS, TOKENS, rows))
+        assert await asyncio.to_thread(begun.wait, 30)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.wait([task], timeout=0)
+            assert not task.done()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        rows[:] = 2
+        hit = await aio.lookup(NS, TOKENS)
+        assert await aio.load(hit, rows) == 5
+        await aio.close()
+        return int(rows.max())
+
+    assert run(walk()) == 1
+
+
+def test_a_call_that_has_not_begun_is_not_made(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    asked: list[int] = []
+
+    def slow(_: Namespace, tokens: np.ndarray) -> None:
+        asked.append(len(tokens))
+        begun.set()
+        assert gate.wait(30)
+
+    monkeypatch.setattr(store, "lookup", lambda ns, tokens, *_, **__: slow(ns, tokens))
+
+    async def walk() -> None:
+        aio = AsyncKVStore(store, threads=1)
+        first = asyncio.create_task(aio.lookup(NS, TOKENS))
+        assert await asyncio.to_thread(begun.wait, 30)
+        second = asyncio.create_task(aio.lookup(NS, TOKENS[:1]))
+        await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        gate.set()
+        await first
+        await aio.close()
+
+    run(walk())
+    assert asked == [700]
+
+
+def test_a_stream_that_is_left_writes_no_more(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    def leads(*_: object, **__: object) -> Iterator[int]:
+        try:
+            yield from range(1, 9)
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(store, "load_iter", leads)
+
+    async def walk() -> None:
+        aio = AsyncKVStore(store)
+        hit = await aio.lookup(NS, TOKENS)
+        async with aclosing(aio.load_iter(hit, np.zeros((5, 1000), np.uint8))) as steps:
+            async for lead in steps:
+                if lead == 2:
+                    break
+        assert closed == [True]
+        await aio.close()
+
+    run(walk())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from duokv.connectors.fs_faulty import Corrupt, Delay, Fail, Fault, FaultyBackend, Misdirect, Shorten
+from duokv.connectors.fs_faulty import Corrupt, Delay, Fail, Fault, FaultyBackend, Misdirect, Shorten, Stall
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore import (
     BlockKeys,
@@ -265,3 +266,74 @@ def test_blocks_that_move_twice_are_given_up(world: World, monkeypatch: pytest.M
     assert world.load() == 0
     assert [operation.kind for operation in world.backend.log].count("read") == reads + 2
     assert world.last().reason == "cut"
+
+
+def test_a_stream_left_open_keeps_its_rows_from_others(world: World) -> None:
+    """Copies into them may be under way until it ends."""
+    pool = world.store._pool
+    lent = world.store.buffers(8)
+    steps = world.store.load_iter(world.hit, lent.rows)
+    rows = lent.rows
+    next(steps)
+    lent.release()
+    with world.store.buffers(8) as other:
+        assert not np.may_share_memory(other.rows, rows)
+    before = pool.idle_bytes
+    steps.close()
+    assert pool.idle_bytes > before
+
+
+def test_rows_of_a_stream_that_never_began_are_not_lent_again(world: World) -> None:
+    with world.store.buffers(8) as lent:
+        rows, steps = lent.rows, world.store.load_iter(world.hit, lent.rows)
+    with world.store.buffers(8) as other:
+        assert not np.may_share_memory(other.rows, rows)
+        assert max(steps) == 8
+        assert (rows[:, :3000] == content(KEYS)).all()
+
+
+def test_nothing_to_load_is_an_iterator_as_well(world: World) -> None:
+    with world.store.buffers(1) as lent:
+        world.store.load_iter(world.hit, lent.rows, first_block=8).close()
+        assert world.store.load(world.hit, lent.rows, first_block=8) == 0
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_rows_a_late_read_may_write_into_cannot_be_committed(world: World, one_by_one: bool) -> None:
+    """It would store another prompt's bytes under these keys, with a checksum of their own."""
+    gate = threading.Event()
+    world.backend.inject(Stall(kind="read", until=gate))
+    other = np.flip(TOKENS)
+    with world.store.buffers(8) as lent:
+        assert world.store.load(world.hit, lent.rows, deadline_s=0.05) == 0
+        lent.rows[:] = 7
+        gate.set()
+        blocks = list(lent.rows) if one_by_one else lent.rows
+        with pytest.raises(UsageError, match=r"^commit: a late read may write into these rows; release them"):
+            world.store.commit(NS, other, blocks)
+        with world.store.buffers(8) as fresh:
+            fresh.rows[:] = 7
+            assert world.store.commit(NS, other, fresh.rows).new == 8
+    assert world.load() == 8
+
+
+def test_damage_is_left_to_the_next_load_where_commits_take_longer_than_a_deadline(world: World) -> None:
+    held, gate = threading.Event(), threading.Event()
+
+    def commit() -> None:
+        with world.store.blocks.writing(60):
+            held.set()
+            assert gate.wait(30)
+
+    busy = threading.Thread(target=commit)
+    busy.start()
+    assert held.wait(30)
+    world.backend.inject(Corrupt(kind="read", bit=8 * 4096 * 2, lasting=True))
+    with world.store.buffers(8) as lent:
+        found = world.store.load(world.hit, lent.rows, deadline_s=0.1)
+        assert found < 8
+        assert world.quarantined() == []
+        gate.set()
+        busy.join()
+        world.store.load(world.hit, lent.rows)
+    assert len(world.quarantined()) == 1

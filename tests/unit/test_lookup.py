@@ -56,3 +56,24 @@ def test_hits_are_the_same_whether_their_extents_were_met_before(
     assert hit.keys == chain_keys(NS, prompt(asked))[:expected]
     assert hit.miss_reason == (None if expected == len(asked) else "absent")
     die(store)
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_keys_that_agree_in_their_prefix_are_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
+) -> None:
+    """Block 3's prefix is that of a block before it: a walk goes neither there nor round in circles."""
+
+    def colliding(root: bytes, ids: bytes | memoryview, blocks: int, media: Sequence[Media] = ()) -> bytes:
+        keys = bytearray(chain_blob(root, ids, blocks, media))
+        if blocks > 3:
+            keys[3 * 32 : 3 * 32 + 16] = keys[other * 32 : other * 32 + 16]
+        return bytes(keys)
+
+    monkeypatch.setattr(store_module, "chain_blob", colliding)
+    path = (1, 2, 3, 4, 5, 6)
+    with open_test_store(MemoryBackend(), tmp_path, Hands()) as store:
+        for blocks in (1, 2, 3):
+            store.commit(NS, prompt(path[:blocks]), payloads(path[:blocks]))
+        for blocks in (6, 5, 4, 6):
+            assert store.lookup(NS, prompt(path[:blocks])).tokens == 3 * 128

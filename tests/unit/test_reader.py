@@ -237,6 +237,20 @@ def test_closing_ends_the_threads(world: World) -> None:
     assert set(threading.enumerate()) <= before
 
 
+def test_a_read_after_the_end_is_late_and_keeps_no_memory(world: World) -> None:
+    lent = world.pool.lend(4, SLOT)
+    world.fetch(lent, TWO)
+    world.close()
+    assert world.fetch(lent, TWO) == [(0, LATE)]
+    lent.release()
+    assert world.pool.idle_bytes > 0
+
+
+def test_a_deadline_may_be_as_long_as_numbers_go(world: World) -> None:
+    with world.pool.lend(4, SLOT) as lent:
+        assert world.fetch(lent, TWO, deadline_s=float("inf"))[-1] == (4, None)
+
+
 def test_lent_rows_are_not_given_back_while_they_are_verified(world: World) -> None:
     """What verifies may be kept, so the caller must not write to it meanwhile, however late it is."""
     verifying, verified = threading.Event(), threading.Event()
