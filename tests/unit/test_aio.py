@@ -133,19 +133,21 @@ def test_a_call_that_has_not_begun_is_not_made(store: KVStore, monkeypatch: pyte
 def test_a_stream_that_is_left_writes_no_more(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
-    def leads(*_: object, **__: object) -> Iterator[int]:
+    def leads() -> Iterator[int]:
         try:
             yield from range(1, 9)
         finally:
             closed.append(True)
 
-    monkeypatch.setattr(store, "load_iter", leads)
+    # Kept alive, as a traceback would.
+    steps = leads()
+    monkeypatch.setattr(store, "load_iter", lambda *_, **__: steps)
 
     async def walk() -> None:
         aio = AsyncKVStore(store)
         hit = await aio.lookup(NS, TOKENS)
-        async with aclosing(aio.load_iter(hit, np.zeros((5, 1000), np.uint8))) as steps:
-            async for lead in steps:
+        async with aclosing(aio.load_iter(hit, np.zeros((5, 1000), np.uint8))) as found:
+            async for lead in found:
                 if lead == 2:
                     break
         assert closed == [True]

@@ -241,7 +241,7 @@ def test_a_read_after_the_end_is_late_and_keeps_no_memory(world: World) -> None:
     lent = world.pool.lend(4, SLOT)
     world.fetch(lent, TWO)
     world.close()
-    assert world.fetch(lent, TWO) == [(0, LATE)]
+    assert world.fetch(lent, TWO, deadline_s=SHORT_S) == [(0, LATE)]
     lent.release()
     assert world.pool.idle_bytes > 0
 
