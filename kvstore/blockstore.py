@@ -119,12 +119,9 @@ class BlockStore:
             reason: MissReason | None = None if found == blocks else "absent"
             if exact_only and exact < found:
                 held, found, reason = head_of(held, exact), exact, "approx"
-            alive, part = self._cache.alive_lead(txn, held, Cutoffs(policy, now_s))
-            if alive < len(held):
-                expired, reason = held[alive][0], "expired"
-                held = held[:alive]
-                if part:
-                    held.append((expired, part))
+            alive = self._cache.alive_lead(txn, held, Cutoffs(policy, now_s))
+            if alive is not held:
+                held, reason = alive, "expired"
                 found = sum([count for _, count in held])
             if use and held:
                 self._cache.use_walk(held, class_id, self._stamps.next(now_s))
@@ -169,10 +166,10 @@ class BlockStore:
     def _renew(self, txn: IndexTxn, walk: CommitWalk, policy: Policy, class_id: int, stamp: int) -> None:
         held = walk.hops
         cutoffs = Cutoffs(policy, self._clock.wall())
-        alive, _ = self._cache.alive_lead(txn, held, cutoffs)
-        for hop, count in held[alive:]:
-            if hop.life.alive(cutoffs) < count:
-                self._cache.use(hop, BORN_CLASS, count, stamp)
+        if self._cache.alive_lead(txn, held, cutoffs) is not held:
+            for hop, count in held:
+                if hop.life.alive(cutoffs) < count:
+                    self._cache.use(hop, BORN_CLASS, count, stamp)
         self._cache.use_walk(held, class_id, stamp)
 
     def _store(
@@ -320,8 +317,7 @@ class BlockStore:
                 until = stamp_of(self._clock.wall() + ttl_s)
                 held = 0
                 hops = self._cache.walk(txn, blob, 0, blocks).hops
-                whole, part = self._cache.alive_lead(txn, hops, cutoffs)
-                for hop, count in [*hops[:whole], *((hop, part) for hop, _ in hops[whole : whole + 1] if part)]:
+                for hop, count in self._cache.alive_lead(txn, hops, cutoffs):
                     self._cache.use(hop, PIN_CLASS, count, until)
                     held += count
             self.flush_uses()

@@ -222,23 +222,23 @@ class ExtentCache:
         self._note_uses()
         return len(self._dirty)
 
-    def alive_lead(self, txn: IndexTxn, held: Hops, cutoffs: Cutoffs) -> tuple[int, int]:
-        """How many extents of a walk are alive as far as the prompt goes, and the alive blocks of the next one.
+    def alive_lead(self, txn: IndexTxn, held: Hops, cutoffs: Cutoffs) -> Hops:
+        """The leading part of a walk that is alive; `held` itself if all of it is.
 
         A use covers a prefix, so under sliding rules a parent is never older than its child and the last one speaks
         for all; not so for a fixed life, which counts from the store time, nor for a parent stored anew.
         """
         if not held:
-            return 0, 0
+            return held
         last, count = held[-1]
         if not cutoffs.any_fixed and last.life.alive(cutoffs) >= count and not txn.has_gaps():
-            return len(held), 0
+            return held
         self._note_uses()
         for i, (hop, count) in enumerate(held):
             alive = hop.life.alive(cutoffs)
             if alive < count:
-                return i, alive
-        return len(held), 0
+                return [*held[:i], (hop, alive)] if alive else held[:i]
+        return held
 
     def flush(self, txn: WriteTxn) -> None:
         """Write the pending uses, whole chains together: a parent must never look older than its child."""

@@ -204,7 +204,12 @@ class WalkMachine(RuleBasedStateMachine):
         cutoffs = Cutoffs(self.policy, self.now)
         alive = [self.lives[int.from_bytes(hop.place, "big")].alive(cutoffs) for hop, _ in found.hops]
         whole = next((i for i, (_, count) in enumerate(found.hops) if alive[i] < count), len(alive))
-        assert self.cache.alive_lead(txn, found.hops, cutoffs) == (whole, alive[whole] if whole < len(alive) else 0)
+        expected = found.hops[:whole]
+        if whole < len(alive) and alive[whole]:
+            expected.append((found.hops[whole][0], alive[whole]))
+        lead = self.cache.alive_lead(txn, found.hops, cutoffs)
+        assert lead == expected
+        assert (lead is found.hops) == (whole == len(alive))
 
     @invariant()
     def walks_agree(self) -> None:
