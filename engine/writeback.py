@@ -81,10 +81,16 @@ class WriteBack:
             self._thread = threading.Thread(target=self._work, name="duokv-writeback", daemon=True)
             self._thread.start()
         # Lent, as first touch of new memory would take longer than the copy, and the step with it.
-        lent = self._store.buffers(len(leavings.slots))
-        blocks = torch.from_numpy(lent.rows[:, : self._memory.shape[1]])
-        gather_rows(self._memory, torch.tensor(leavings.slots, dtype=torch.int64), blocks)
-        blocks[:, self._used_bytes :] = 0
+        try:
+            lent = self._store.buffers(len(leavings.slots))
+            blocks = torch.from_numpy(lent.rows[:, : self._memory.shape[1]])
+            gather_rows(self._memory, torch.tensor(leavings.slots, dtype=torch.int64), blocks)
+            blocks[:, self._used_bytes :] = 0
+        except BaseException:
+            with self._changed:
+                self._pending.remove(nbytes)
+                self._changed.notify_all()
+            raise
         self._queue.put((leavings, lent))
         return True
 

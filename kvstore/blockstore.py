@@ -378,8 +378,11 @@ class BlockStore:
     def flush(self) -> None:
         """Make everything committed so far durable; OSError if that fails, and that segment is given up."""
         with self._write_lock:
-            self.flush_uses()
             self.space.flush()
+            try:
+                self.flush_uses()
+            except lmdb.Error as error:
+                self._emit(Degraded("index", f"uses not written, they wait in memory: {error}"))
 
     def close(self) -> bool:
         """Persist uses and seal the active segments; returns whether nothing was left for the next open to do."""

@@ -57,7 +57,9 @@ class Compactor:
                 name = info.name(number)
                 if extent is None or extent.place != place or not self._move(name, extent, life.n, staging.rows):
                     return
-        self._space.reclaimer.drop_if_empty(number)
+        # What was moved may have been promised to be durable.
+        if self._space.sync(self._space.writers()) is None:
+            self._space.reclaimer.drop_if_empty(number)
         self._space.seal_full()
 
     def _move(self, name: str, extent: Extent, blocks: int, rows: Rows) -> bool:

@@ -173,6 +173,7 @@ class WriteTxn(IndexTxn):
     def __init__(self, index: Index, txn: lmdb.Transaction, watchers: Sequence[Watcher]) -> None:
         super().__init__(index, txn)
         self.snapshot -= 1
+        self._version = index.version
         self._watchers = watchers
         self.endings: list[Callable[[bool], None]] = []
         """Called when the transaction has ended, with whether it was committed: memory must not run ahead of it."""
@@ -189,9 +190,14 @@ class WriteTxn(IndexTxn):
         committed = False
         try:
             if kind is None:
-                with self._txn:
-                    self.settle()
-                committed = True
+                try:
+                    with self._txn:
+                        self.settle()
+                    committed = True
+                except BaseException as failure:
+                    # An interrupt may come as the commit returns.
+                    committed = not isinstance(failure, lmdb.Error) and self._version() > self.snapshot
+                    raise
             else:
                 self._txn.abort()
         finally:

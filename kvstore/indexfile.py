@@ -6,6 +6,7 @@ A read past the end of a mapped file kills the process, so what a crash of the m
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _NO_PAGE = (1 << 64) - 1
 class BootMark:
     """A file beside the index that says under which boot of the machine it may hold pages not yet on the device.
 
-    All calls are made under the store's open lock, or by the last process that has the index open.
+    All calls but `finish` are made under the store's open lock.
     """
 
     def __init__(self, place: Path) -> None:
@@ -55,17 +56,23 @@ class BootMark:
         self._place.mkdir(parents=True, exist_ok=True)
         self._write(boot_id)
 
-    def finish(self, index: Index) -> None:
-        """Flush and close an index; if no other process has the store open, it is clean then."""
-        with index.read() as txn:
-            last = not txn.meta_names(b"writer:")
-        index.sync()
-        index.close()
+    def finish(self, index: Index, *, alone: bool) -> None:
+        """Flush and close an index; if no other process has the store open, it is clean then.
+
+        alone: whether the store's open lock is held, so that no other process begins to write meanwhile.
+        """
+        try:
+            with index.read() as txn:
+                last = alone and not txn.meta_names(b"writer:")
+            index.sync()
+        finally:
+            index.close()
         if last:
             self._write(_CLEAN)
 
     def _write(self, text: str) -> None:
-        new = self._file.with_suffix(".new")
+        # Several processes may write it at once.
+        new = self._file.with_suffix(f".{secrets.token_hex(4)}")
         with new.open("w") as file:
             file.write(text)
             file.flush()

@@ -164,7 +164,7 @@ def operate_store(
         mark = BootMark(place)
         mark.begin(boot_id())
         index = Index(place, map_bytes=config.index_map_bytes)
-        stack.callback(mark.finish, index)
+        stack.callback(mark.finish, index, alone=True)
         yield StoreView(
             url=url, manifest=manifest, geometry=actual, backend=backend, config=config, clock=clock or Clock(),
             place=place, writable=index,

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -87,13 +87,24 @@ def open_store(
         store = KVStore(
             backend=backend, index=index, geometry=actual, config=config, clock=clock, events=events,
             writer_id=writer_id, locks=(lock,), on_close=place.discard,
-            close_index=partial(BootMark(place.folder).finish, index),
+            close_index=partial(_close_index, BootMark(place.folder), index, backend),
         )  # fmt: skip
         opening.release()
         undo.pop_all()
     for note in backend.notes:
         store.events.emit(Degraded(url, note))
     return store
+
+
+def _close_index(mark: BootMark, index: Index, backend: Backend) -> None:
+    opening = None
+    with suppress(OSError):
+        opening = backend.lock("open")
+    try:
+        mark.finish(index, alone=opening is not None)
+    finally:
+        if opening is not None:
+            opening.release()
 
 
 def _open_index(place: IndexPlace, config: StoreConfig, boot: str, events: EventBus) -> Index:

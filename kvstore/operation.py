@@ -19,6 +19,7 @@ from duokv.kvstore.explain import Absent, check_key, find_block
 from duokv.kvstore.extent import Cutoffs, Life
 from duokv.kvstore.hostlocks import HostLocks
 from duokv.kvstore.index import Index, IndexTxn
+from duokv.kvstore.indexfile import BootMark
 from duokv.kvstore.inspection import StoreView, boot_id, inspect_store
 from duokv.kvstore.opening import index_place, local_folder, resolve_backend
 from duokv.kvstore.policy import PIN_CLASS, ClassRule, Policy
@@ -235,11 +236,13 @@ def rebuild_index(
         place = index_place(url, config).folder
         for name in ("data.mdb", "lock.mdb"):
             (place / name).unlink(missing_ok=True)
+        mark = BootMark(place)
+        mark.begin(boot_id())
         index = Index(place, map_bytes=config.index_map_bytes)
-        stack.callback(index.close)
+        stack.callback(mark.finish, index, alone=True)
         recovery = Recovery(
             index=index, backend=backend, geometry=view.geometry, boot_id=boot_id(), emit=view.events.emit,
-            now_s=clock.wall(),
+            now_s=clock.wall(), give_up=force,
         )  # fmt: skip
         return recovery.run()
 

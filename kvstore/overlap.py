@@ -6,6 +6,8 @@ punched; slots of a commit that failed; the same blocks stored by two processes 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life
 from duokv.kvstore.index import WriteTxn
 from duokv.kvstore.policy import BORN_CLASS
@@ -16,14 +18,15 @@ def place_extent(txn: WriteTxn, extent: Extent, life: Life) -> None:
     other = txn.extent(life.first)
     held = None if other is None else txn.life(other.place)
     if other is not None and held is not None:
+        both = _blocks_of_both(extent, life, other, held)
         if not _is_better(extent, life, other, held):
-            _place_rest(txn, extent, life, held.n)
+            _place_rest(txn, extent, life, both)
             return
         txn.drop_extent(other.place, held.first)
     txn.put_extent(extent)
     txn.put_life(extent.place, life)
     if other is not None and held is not None:
-        _place_rest(txn, other, held, life.n)
+        _place_rest(txn, other, held, both)
 
 
 def part_overlaps(txn: WriteTxn) -> None:
@@ -47,20 +50,30 @@ def _part(txn: WriteTxn, extent: Extent, life: Life, firsts: set[bytes]) -> None
         held = None if other is None else txn.life(other.place)
         if other is None or held is None:
             continue
+        both = _blocks_of_both(extent, life, other, held, block)
         if _is_better(other, held, extent, life):
-            _place_rest(txn, extent, life, block + held.n)
+            _place_rest(txn, extent, life, block + both)
             firsts.update(txn.changed_firsts)
             life.cut(block)
             txn.put_life(extent.place, life)
             return
         txn.drop_extent(other.place, held.first)
-        _place_rest(txn, other, held, life.n - block)
+        _place_rest(txn, other, held, both)
         firsts.update(txn.changed_firsts)
 
 
 def _is_better(extent: Extent, life: Life, other: Extent, held: Life) -> bool:
     """Exact before approximate, then the younger: a block is stored again only when the one before it was dropped."""
     return (extent.origin, -_born(life), -life.n) < (other.origin, -_born(held), -held.n)
+
+
+def _blocks_of_both(extent: Extent, life: Life, other: Extent, held: Life, block: int = 0) -> int:
+    """How many blocks from block `block` of an extent on another one has from its first on: they may fork."""
+    most = min(life.n - block, held.n)
+    mine, theirs = extent.prefixes[block * PREFIX_BYTES :], other.prefixes
+    ends = range(PREFIX_BYTES, most * PREFIX_BYTES + 1, PREFIX_BYTES)
+    # Chained keys: those before an equal one are equal.
+    return bisect_left(ends, True, key=lambda end: mine[end - PREFIX_BYTES : end] != theirs[end - PREFIX_BYTES : end])
 
 
 def _born(life: Life) -> int:

@@ -88,6 +88,9 @@ class VictimQueue:
         if deadline is not None:
             heapq.heappush(self._deadlines, (max(deadline, least_s), -(life.chain_pos + life.n), place))
 
+    def __len__(self) -> int:
+        return len(self._oldest) + len(self._deadlines)
+
     def expired(self, now_s: float) -> bool:
         """Whether a deadline may have passed."""
         return bool(self._deadlines) and self._deadlines[0][0] < now_s

@@ -23,6 +23,10 @@ from duokv.kvstore.walk import Runs, extend_runs
 
 _AT_ONCE = 256
 """Extents looked at in one transaction of expiry, some milliseconds."""
+_ENTRIES_PER_EXTENT = 4
+"""Entries of a queue beyond which it is built anew: those of extents that went by another way stay in it."""
+_FEW_EXTENTS = 10_000
+"""As if there were so many more."""
 _QUEUE_KEPT_S = 60.0
 """How long a queue may miss extents that other processes stored; they expire them themselves meanwhile."""
 
@@ -62,6 +66,7 @@ class Reclaimer:
         self._lose = lose
         self._dead: dict[int, SegmentInfo] = {}
         """Segments without a live block whose file could not be removed yet."""
+        self._interrupted: list[Freed] = []
         self._queue: VictimQueue | None = None
         self._next_queue: VictimQueue | None = None
         """Extents stored while a queue of all is being built."""
@@ -150,6 +155,8 @@ class Reclaimer:
     def _is_outdated(self, txn: IndexTxn, policy: Policy) -> bool:
         if self._queue is None or self._queue.policy.version != policy.version:
             return True
+        if len(self._queue) > _ENTRIES_PER_EXTENT * (txn.count_extents() + _FEW_EXTENTS):
+            return True
         return self._others_stored(txn) and self._clock.monotonic() - self._queue_built[1] > _QUEUE_KEPT_S
 
     def _others_stored(self, txn: IndexTxn) -> bool:
@@ -225,7 +232,16 @@ class Reclaimer:
 
     def release(self, freed: Freed) -> None:
         """Give space back on the backend; after the index has let go of it, never before."""
-        for name, ranges in freed.ranges.items():
+        try:
+            self._release(freed)
+        except BaseException:
+            # Interrupted: nothing but this knows what is left to give back.
+            self._interrupted.append(freed)
+            raise
+
+    def _release(self, freed: Freed) -> None:
+        while freed.ranges:
+            name, ranges = next(iter(freed.ranges.items()))
             length = sum(n for _, n in ranges) * self._slot
             try:
                 given = self._backend.punch(name, [(slot * self._slot, n * self._slot) for slot, n in joined(ranges)])
@@ -238,10 +254,14 @@ class Reclaimer:
             except OSError as error:
                 self._emit(Degraded(name, f"punch failed, space stays in use until the file goes: {error}"))
                 self._take_back(name, length)
-        for number, info in freed.files.items():
+            del freed.ranges[name]
+        while freed.files:
+            number, info = next(iter(freed.files.items()))
             self.remove(number, info)
-        for number in freed.lost:
-            self._lose(number)
+            del freed.files[number]
+        while freed.lost:
+            self._lose(next(iter(freed.lost)))
+            freed.lost.pop()
 
     def _lose_if_gone(self, name: str) -> None:
         parsed = parse_name(name)
@@ -271,7 +291,10 @@ class Reclaimer:
         self._emit(SpaceFreed(name, info.allocated))
 
     def remove_waiting(self) -> bool:
-        """Try again what could not be removed; returns whether all is gone."""
+        """Try again what could not be removed, and what was interrupted; returns whether all is gone."""
+        interrupted, self._interrupted = self._interrupted, []
+        for freed in interrupted:
+            self.release(freed)
         waiting, self._dead = self._dead, {}
         for number, info in waiting.items():
             self.remove(number, info)

@@ -26,6 +26,7 @@ from duokv.kvstore.overlap import part_overlaps, place_extent
 from duokv.kvstore.policybook import PolicyBook, decode_policy
 from duokv.kvstore.record import BlockCodec, Trailer
 from duokv.kvstore.segment import parse_name, read_footer, seal_file
+from duokv.kvstore.walk import Runs, extend_runs
 
 POLICY_FILE = "policy.json"
 LIVES_FILE = "lives.ckpt"
@@ -49,13 +50,17 @@ class Recovered:
 
 
 class Recovery:
-    """Mends one store while the caller holds its open lock."""
+    """Mends one store while the caller holds its open lock.
+
+    give_up: whether a rebuild does without what cannot be read now; else it is a StoreError, with nothing changed.
+    """
 
     def __init__(
         self, *, index: Index, backend: Backend, geometry: CacheGeometry, boot_id: str, emit: Callable[[Event], None],
-        now_s: float,
+        now_s: float, give_up: bool = False,
     ) -> None:  # fmt: skip
         self._index = index
+        self._give_up = give_up
         self._backend = backend
         self._geometry = geometry
         self._codec = BlockCodec(geometry)
@@ -116,6 +121,7 @@ class Recovery:
             elif not info.sealed:
                 self._finish(number, info)
             else:
+                self._sync(file)
                 self._repunch(number, info, file)
         for name in files:
             parsed = parse_name(name)
@@ -156,6 +162,15 @@ class Recovery:
             txn.put_segment(number, info)
         for file in self._backend.list(name):
             self._repunch(number, info, file)
+
+    def _sync(self, file: FileInfo) -> None:
+        """Make a sealed segment durable: its writer may have died with that still to be done."""
+        try:
+            writer = self._backend.resume(file.name)
+            writer.sync()
+            writer.seal(file.size)
+        except OSError as error:
+            self._emit(Degraded(file.name, f"may not be durable: {error}"))
 
     def _repunch(self, number: int, info: SegmentInfo, file: FileInfo) -> None:
         """Give back slots that died just before a crash, and count what the file really holds."""
@@ -232,10 +247,13 @@ class Recovery:
         if sealed:
             whole = self._have_trailers(file, [(extent, life.n - 1) for extent, life in parts])
         for (extent, life), is_whole in zip(parts, whole, strict=True):
-            if not is_whole:
-                life.cut(self._present(file, extent, life.n - 1))
-            if life.n:
-                place_extent(txn, extent, life)
+            # A cut takes a tail; of approximate ones any blocks may have been replaced.
+            sure = not sealed or (is_whole and extent.origin is Origin.EXACT)
+            for first, count in [(0, life.n)] if sure else self._present(file, extent, life.n):
+                part = extent.rest(first)
+                left = life.rest(first, part.prefixes[:PREFIX_BYTES])
+                left.cut(count)
+                place_extent(txn, part, left)
         class_id = entries[0][1].class_id if entries else 0
         txn.put_segment(number, SegmentInfo(writer, class_id, used, used, 0, file.allocated, sealed, 0.0))
         done.segments += 1
@@ -257,19 +275,19 @@ class Recovery:
             life.use(part.class_id, life.n, stamp_of(self._now_s))
             yield part, life
 
-    def _present(self, file: FileInfo, extent: Extent, most: int) -> int:
-        """How many leading slots of an extent still hold their trailer, `most` at most (tails are punched)."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._have_trailers(file, [(extent, middle - 1)])[0]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def _present(self, file: FileInfo, extent: Extent, blocks: int) -> Runs:
+        """The runs of an extent's first `blocks` blocks whose slots still hold their trailers."""
+        runs: Runs = []
+        for block, has in enumerate(self._have_trailers(file, [(extent, block) for block in range(blocks)])):
+            if has:
+                extend_runs(runs, block, 1)
+        return runs
 
     def _have_trailers(self, file: FileInfo, blocks: Sequence[tuple[Extent, int]]) -> list[bool]:
-        """Whether the slots of these blocks, each of an extent of the file, hold their trailers."""
+        """Whether the slots of these blocks, each of an extent of the file, hold their trailers.
+
+        Of a slot that cannot be read nothing is known: taken for one that does, it is a miss as long as that is so.
+        """
         slot = self._geometry.slot_bytes
         have = []
         for at in range(0, len(blocks), _PROBES):
@@ -282,7 +300,7 @@ class Recovery:
                 some, self._pages, self._backend.read_many(ops, deadline_s=_READ_S), strict=False
             ):
                 prefix = extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
-                have.append(got == PAGE_BYTES and self._codec.claims(bytes(page[-TRAILER_BYTES:]), prefix))
+                have.append(got < 0 or self._codec.claims(bytes(page[:got][-TRAILER_BYTES:]), prefix))
         return have
 
     def _scan(self, file: FileInfo, number: int) -> Iterator[tuple[int, Extent]]:
@@ -294,6 +312,9 @@ class Recovery:
         first = 0
         for slot in range(file.size // slot_bytes):
             got = self._backend.read_many([ReadOp(file.name, slot * slot_bytes, (memory,))], deadline_s=_READ_S)
+            if got[0] < 0 and not self._give_up:
+                what = f"{file.name}: slot {slot} cannot be read while the index is built anew"
+                raise StoreError(f"{what}; open the store when the device answers, or use kvctl rebuild --force")
             trailer = self._codec.decode(row) if got == [slot_bytes] else "unreadable"
             follows = isinstance(trailer, Trailer) and run and _follows(run[-1], trailer)
             if run and not follows:

@@ -6,6 +6,7 @@ a crash left a segment without one.
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,7 +164,9 @@ class SegmentWriter:
         self._settled = max(self._settled, upto)
 
     def sync(self) -> None:
-        """Make the slots written so far durable."""
+        """Make the slots written so far durable. OSError also after an earlier sync failed: this one proves nothing."""
+        if self.doubtful:
+            raise OSError(errno.EIO, f"{self.name}: an earlier sync failed")
         if self.unsynced:
             self._sync()
 

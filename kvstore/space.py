@@ -99,7 +99,7 @@ class Space:
             return 0
         with self._index.read() as txn:
             allocated, _ = txn.totals()
-        pending = sum(writer.unpublished for writer in self._writers())
+        pending = sum(writer.unpublished for writer in self.writers())
         over = allocated + pending + self._growth(slots, class_id) - self._usable(self._config.capacity)
         return -(-over // self._slot)
 
@@ -156,7 +156,7 @@ class Space:
             return self._step
         with self._index.read() as txn:
             allocated, _ = txn.totals()
-        pending = sum(writer.unpublished for writer in self._writers())
+        pending = sum(writer.unpublished for writer in self.writers())
         ahead = allocated + pending + active.growth(count) + self._step * self._slot
         return self._step if ahead < self._usable(self._config.capacity) * 7 // 8 else 1
 
@@ -251,6 +251,10 @@ class Space:
             self._unsealed.append(writer)
             if writer.doubtful:
                 self._give_up(writer.number)
+        except BaseException:
+            # Interrupted: nothing but this knows of it.
+            self._unsealed.append(writer)
+            raise
 
     def _seal(self, writer: SegmentWriter) -> None:
         """Finish a segment: footer, durable unless fsync is off, then marked in the index."""
@@ -279,7 +283,7 @@ class Space:
 
     def forget_unpublished(self) -> None:
         """Take slots back that a commit was given and did not publish."""
-        for writer in self._writers():
+        for writer in self.writers():
             writer.forget_unpublished()
 
     def flush(self) -> None:
@@ -287,7 +291,7 @@ class Space:
 
         OSError if that fails; the segment is then given up, as nothing later could tell what of it is durable.
         """
-        failed = self.sync(self._writers()) or self._sync_sealed()
+        failed = self.sync(self.writers()) or self._sync_sealed()
         self._seal_again()
         if failed is not None:
             raise failed
@@ -327,8 +331,11 @@ class Space:
 
     def _seal_again(self) -> None:
         waiting, self._unsealed = self._unsealed, []
-        for writer in waiting:
-            self._try_seal(writer)
+        try:
+            while waiting:
+                self._try_seal(waiting.pop())
+        finally:
+            self._unsealed += waiting
 
     def close(self) -> bool:
         """Seal all active segments; returns False if the next open has to finish something."""
@@ -339,12 +346,13 @@ class Space:
         self._sync_sealed()
         return self.reclaimer.remove_waiting() and not self._unsealed
 
-    def _writers(self) -> list[SegmentWriter]:
+    def writers(self) -> list[SegmentWriter]:
+        """Those of segments that are not sealed."""
         return [*self._active.values(), *self._full, *self._unsealed]
 
     def lose(self, number: int) -> None:
         """Forget a segment with all its extents, and remove what there is of its file."""
-        ours = [writer for writer in self._writers() if writer.number == number]
+        ours = [writer for writer in self.writers() if writer.number == number]
         with self._state_lock, self._index.write() as txn:
             self._cache.flush(txn)
             txn.note_gaps()

@@ -114,7 +114,8 @@ class _Writing:
         self._done: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._begun = 0
         self._over = False
-        threading.Thread(target=self._work, args=(write,), name="duokv-write", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=(write,), name="duokv-write", daemon=True)
+        self._thread.start()
 
     def begin(self, chunk: Chunk, rows: Rows) -> None:
         self._begun += 1
@@ -128,11 +129,10 @@ class _Writing:
             _raise_for(outcome)
 
     def end(self) -> None:
-        """Wait for the write under way, whatever becomes of it, begin no other, and let the thread go."""
+        """Wait for the write under way, whatever becomes of it, begin no other, and end the thread."""
         self._over = True
-        for _ in range(self._begun):
-            self._done.get()
         self._given.put(None)
+        self._thread.join()
 
     def _work(self, write: Step) -> None:
         while (given := self._given.get()) is not None:

@@ -125,17 +125,24 @@ class SwaArena:
         self._tell(events)
         if slot is None:
             return not needed
-        if data is not None:
-            start = slot * self._pitch
-            self._slab[start : start + self._window_bytes] = data
-        with self._lock:
-            now = self._monotonic()
-            # Another put of this key may have come first while the lock was free.
-            overtaken = self._covered(key, window.origin, window.valid_from, now)
-            if overtaken:
-                self._give_back(slot)
-            else:
-                self._publish(key, _Entry(window.end, window.valid_from, window.origin, now, slot))
+        settled = False
+        try:
+            if data is not None:
+                start = slot * self._pitch
+                self._slab[start : start + self._window_bytes] = data
+            with self._lock:
+                now = self._monotonic()
+                # Another put of this key may have come first while the lock was free.
+                overtaken = self._covered(key, window.origin, window.valid_from, now)
+                settled = True
+                if overtaken:
+                    self._give_back(slot)
+                else:
+                    self._publish(key, _Entry(window.end, window.valid_from, window.origin, now, slot))
+        finally:
+            if not settled:
+                with self._lock:
+                    self._give_back(slot)
         if self._payload and not overtaken:
             self._emit(WindowStored(key))
         return True

@@ -190,7 +190,7 @@ def check_space(store: KVStore, backend: Backend, *peers: KVStore) -> Census:
     found = census(store)
     files = files_of(backend)
     assert set(files) == {info.name(number) for number, info in found.segments.items()}
-    writers = [writer for each in (store, *peers) for writer in each.blocks.space._writers()]
+    writers = [writer for each in (store, *peers) for writer in each.blocks.space.writers()]
     pending = {writer.number: writer.unpublished for writer in writers}
     for number, info in found.segments.items():
         said = info.allocated + pending.get(number, 0)
