@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from duokv.connectors.fs_memory import MemoryBackend
-from duokv.kvstore import CacheGeometry, ClassRule, Namespace, Policy, StoreConfig, open_store
+from duokv.kvstore import CacheGeometry, ClassRule, Namespace, Policy, StoreConfig, open_store, reclaimer
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.extent import Life
 from duokv.kvstore.reclaim import VictimQueue
@@ -128,3 +128,19 @@ def test_a_long_expiry_lets_others_in_between(place: Place, monkeypatch: pytest.
     assert left == sorted(left, reverse=True)
     assert place.store.stats().blocks == 2
     assert place.hits(1_000) == 2
+
+
+def test_a_queue_does_not_grow_with_what_is_long_gone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaimer, "_FEW_EXTENTS", 10)
+    for number in range(60):
+        place.commit(number)
+        place.now_s += LIFE_S + 1
+        place.store.maintain()
+    queue = place.store.blocks.space.reclaimer._queue
+    assert queue is not None
+    assert len(queue) <= 4 * 11
+    place.commit(99)
+    assert place.hits(99) == 2
+    place.now_s += LIFE_S + 1
+    place.store.maintain()
+    assert (place.hits(99), place.store.stats().blocks) == (0, 0)

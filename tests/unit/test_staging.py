@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from duokv.kvstore import staging
 from duokv.kvstore.buffers import BufferPool
 from duokv.kvstore.reader import Rows
 from duokv.kvstore.segment import Piece, SegmentWriter
@@ -146,3 +147,16 @@ def test_another_error_of_a_write_is_its_own() -> None:
 
     with pytest.raises(KeyError):
         run(Disk(), cut((0, 0, 64)), write)
+
+
+def test_an_interrupt_between_a_write_and_its_notice_hangs_nothing() -> None:
+    """What the thread has told and nobody noted must not be waited for."""
+    disk = Disk()
+    writing = staging._Writing(disk.write)
+    pool = BufferPool(1 << 20)
+    with pool.lend(2, SLOT) as lent:
+        for chunk in cut((0, 0, 1), (1, 1, 1)):
+            writing.begin(chunk, lent.rows[chunk.block : chunk.block + 1])
+        writing._done.get()
+        writing.end()
+    assert not writing._thread.is_alive()

@@ -389,3 +389,21 @@ def test_threads_never_see_another_windows_bytes() -> None:
     assert faults == []
     stats = world.arena.stats()
     assert (stats.leased, stats.used_bytes) == (0, stats.windows * PITCH)
+
+
+def test_a_copy_that_is_interrupted_gives_its_slot_back() -> None:
+    class Slab:
+        """Memory during whose copy somebody presses Ctrl-C."""
+
+        def __setitem__(self, place: slice, data: memoryview) -> None:
+            raise KeyboardInterrupt
+
+    world = World()
+    slab, world.arena._slab = world.arena._slab, Slab()  # type: ignore[assignment]
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            world.arena.put(b"k", window(b"k"))
+    world.arena._slab = slab
+    for key in (b"a", b"b"):
+        assert world.arena.put(key, window(key))
+    assert [world.read(key) for key in (b"a", b"b")] == [content(b"a"), content(b"b")]

@@ -151,3 +151,17 @@ def test_closing_stores_what_was_taken_over_and_ends_the_thread(desk: Desk) -> N
     desk.writeback.close()
     assert len(desk.world.blocks()) == 5
     assert not any(thread.name == "duokv-writeback" for thread in threading.enumerate())
+
+
+def test_blocks_that_no_memory_could_be_had_for_are_not_waited_for(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(desk.world.store, "buffers", none)
+    with pytest.raises(MemoryError):
+        desk.offer(0, 5, 2)
+    monkeypatch.undo()
+    assert desk.writeback.drain(1.0)
+    assert desk.offer(0, 5, 2)
+    assert desk.writeback.drain(60.0)
+    assert len(desk.world.blocks()) == 2
