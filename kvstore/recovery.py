@@ -187,9 +187,11 @@ class Recovery:
                 self._backend.punch(file.name, [(at * slot, n * slot) for at, n in dead])
                 file = next(iter(self._backend.list(file.name)), file)
         with self._index.write() as txn:
-            info.allocated = file.allocated
-            info.live = sum(n for _, n in live)
-            txn.put_segment(number, info)
+            # Asked again: other processes cut extents meanwhile.
+            now = txn.segment(number)
+            if now is not None:
+                now.allocated, now.live = file.allocated, sum([life.n for _, life in txn.lives(number)])
+                txn.put_segment(number, now)
 
     # -- rebuild -----------------------------------------------------------------------------------------------------
 
@@ -284,10 +286,7 @@ class Recovery:
         return runs
 
     def _have_trailers(self, file: FileInfo, blocks: Sequence[tuple[Extent, int]]) -> list[bool]:
-        """Whether the slots of these blocks, each of an extent of the file, hold their trailers.
-
-        Of a slot that cannot be read nothing is known: taken for one that does, it is a miss as long as that is so.
-        """
+        """Whether the slots of these blocks, each of an extent of the file, hold their trailers."""
         slot = self._geometry.slot_bytes
         have = []
         for at in range(0, len(blocks), _PROBES):
@@ -300,6 +299,7 @@ class Recovery:
                 some, self._pages, self._backend.read_many(ops, deadline_s=_READ_S), strict=False
             ):
                 prefix = extent.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
+                # One that cannot be read is taken for one that does: a miss as long as that is so.
                 have.append(got < 0 or self._codec.claims(bytes(page[:got][-TRAILER_BYTES:]), prefix))
         return have
 
