@@ -87,7 +87,8 @@ class Recovery:
             self._rebuild(done)
             dead = [name for name in writers if self._is_dead(name)] if version is not None else []
         # Once a boot also after a clean close: power loss may have brought back a removed file or a punched slot.
-        self._sweep(done, crashed=bool(dead) or done.rebuilt or boot != self._boot)
+        crashed = bool(dead) or done.rebuilt or boot != self._boot
+        self._sweep(done, crashed=crashed, unsynced=boot in (None, self._boot))
         with self._index.write() as txn:
             txn.put_meta(b"format", INDEX_FORMAT.to_bytes(2, "little"))
             txn.put_meta(b"boot", self._boot)
@@ -103,7 +104,7 @@ class Recovery:
 
     # -- leftovers ---------------------------------------------------------------------------------------------------
 
-    def _sweep(self, done: Recovered, *, crashed: bool) -> None:
+    def _sweep(self, done: Recovered, *, crashed: bool, unsynced: bool) -> None:
         with self._index.read() as txn:
             known = dict(txn.segments())
         unsealed = {info.writer for info in known.values() if not info.sealed}
@@ -121,7 +122,8 @@ class Recovery:
             elif not info.sealed:
                 self._finish(number, info)
             else:
-                self._sync(file)
+                if unsynced:
+                    self._sync(file)
                 self._repunch(number, info, file)
         for name in files:
             parsed = parse_name(name)
@@ -164,7 +166,7 @@ class Recovery:
             self._repunch(number, info, file)
 
     def _sync(self, file: FileInfo) -> None:
-        """Make a sealed segment durable: its writer may have died with that still to be done."""
+        """Make a sealed segment durable: its writer may have died, in this boot, with that to be done."""
         try:
             writer = self._backend.resume(file.name)
             writer.sync()
@@ -188,8 +190,7 @@ class Recovery:
                 file = next(iter(self._backend.list(file.name)), file)
         with self._index.write() as txn:
             # Asked again: other processes cut extents meanwhile.
-            now = txn.segment(number)
-            if now is not None:
+            if (now := txn.segment(number)) is not None:
                 now.allocated, now.live = file.allocated, sum([life.n for _, life in txn.lives(number)])
                 txn.put_segment(number, now)
 
