@@ -142,24 +142,31 @@ def token_bytes(tokens: TokenIds) -> memoryview:
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise UsageError(f"tokens: {ids.dtype} of shape {ids.shape}; give a flat buffer or sequence of integer ids")
-    if ids.size and ((ids.dtype.kind == "i" and ids.min() < 0) or (ids.itemsize > 4 and ids.max() >= 1 << 32)):
-        raise UsageError("tokens: an id is outside [0, 2**32); give token ids, not masks or paddings")
     # One allocation of the prompt's size: with a second one at the same time, allocators take fresh pages each time.
-    return ids.astype("<u4").data.cast("B").toreadonly()
+    copied = ids.astype("<u4")
+    if ids.itemsize > 4:
+        outside = ids.size and (ids.min() < 0 or ids.max() >= 1 << 32)
+    else:
+        # Of the copy, which is in the processor's cache.
+        outside = ids.size and ids.dtype.kind == "i" and copied.view("<i4").min() < 0
+    if outside:
+        raise UsageError("tokens: an id is outside [0, 2**32); give token ids, not masks or paddings")
+    return copied.data.cast("B").toreadonly()
 
 
 def chain_blob(root: bytes, ids: bytes | memoryview, blocks: int, media: Sequence[Media] = ()) -> bytes:
     """Return the concatenated keys of the first `blocks` blocks of `ids`, u32 LE bytes that hold them all."""
+    bodies: Iterator[tuple[bytes]] = struct.iter_unpack(f"{TOKEN_BYTES}s", ids[: blocks * TOKEN_BYTES])
+    if media:
+        bodies = ((body + _media_in(block, media),) for block, (body,) in enumerate(bodies))
     # A copy of a hash begun is cheaper than beginning one, and two updates than joining their bytes first.
     begin = hashlib.sha256().copy
     key = root
     keys = []
-    for block, (body,) in enumerate(struct.iter_unpack(f"{TOKEN_BYTES}s", ids[: blocks * TOKEN_BYTES])):
+    for (body,) in bodies:
         state = begin()
         state.update(key)
         state.update(body)
-        if media:
-            state.update(_media_in(block, media))
         key = state.digest()
         keys.append(key)
     return b"".join(keys)
