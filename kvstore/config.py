@@ -47,6 +47,7 @@ _AT_LEAST: Mapping[str, int] = {
     "cache_bytes": 0,
     "use_flush_s": 0,
     "maintenance_interval_s": 0,
+    "checkpoint_interval_s": 0,
     "index_map_bytes": 1 << 20,
 }
 
@@ -68,6 +69,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cache_bytes: host memory for verified copies of blocks, committed at open; default 0 keeps none.
     use_flush_s: seconds uses may stay in memory only; default 1, 0 writes each at once.
     maintenance_interval_s: seconds between background passes (expiry, reclaim); default 1, 0 leaves them to the caller.
+    checkpoint_interval_s: seconds between checkpoints of last uses beside the data, written by those passes: what power
+        loss can make them older by; default 600, 0 leaves it to close.
     index_path: directory of the index, on a local disk; None (default) is beside the data.
     index_map_bytes: address space for the index, not memory or disk; default 64 GiB.
     writer_id: name of this process's segment directory; None (default) makes a fresh one.
@@ -89,6 +92,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cache_bytes: int = 0
     use_flush_s: float = 1.0
     maintenance_interval_s: float = 1.0
+    checkpoint_interval_s: float = 600.0
     index_path: str | None = None
     index_map_bytes: int = 64 << 30
     writer_id: str | None = None
@@ -279,6 +283,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "cache_bytes": _size,
     "use_flush_s": _seconds,
     "maintenance_interval_s": _seconds,
+    "checkpoint_interval_s": _seconds,
     "index_path": _text,
     "index_map_bytes": _size,
     "writer_id": _text,

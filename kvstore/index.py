@@ -119,15 +119,17 @@ class IndexTxn:
 
     def lives(self, segment: int | None = None) -> Iterator[tuple[int, Life]]:
         """All lives, or those of one segment, in order of place."""
+        return ((place, Life.decode(raw)) for place, raw in self.raw_lives(segment))
+
+    def raw_lives(self, segment: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """The same, encoded."""
         with self._txn.cursor(db=self._lives) as cursor:
-            found = cursor.first() if segment is None else cursor.set_range(PLACE.pack(segment, 0))
-            while found:
-                key = cursor.key()
-                number, slot = PLACE.unpack(key)
-                if segment is not None and number != segment:
-                    return
-                yield number << 32 | slot, Life.decode(bytes(cursor.value()))
-                found = cursor.next()
+            if segment is None or cursor.set_range(PLACE.pack(segment, 0)):
+                for key, raw in cursor.iternext():
+                    place = int.from_bytes(key, "big")
+                    if segment is not None and place >> 32 != segment:
+                        return
+                    yield place, bytes(raw)
 
     def segment(self, number: int) -> SegmentInfo | None:
         """A segment's record. Within a write transaction the same object each time."""
@@ -328,10 +330,7 @@ Watcher: TypeAlias = Callable[[WriteTxn, bool], None]
 
 
 class Index:
-    """Opens and closes the LMDB environment and begins transactions.
-
-    lasting: whether it is anybody's once it is closed.
-    """
+    """Opens and closes the LMDB environment, begins transactions. lasting: whether it is anybody's once closed."""
 
     def __init__(
         self, path: Path, *, map_bytes: int, readonly: bool = False, lock: bool = True, lasting: bool = True

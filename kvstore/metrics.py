@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from duokv.kvstore import events as ev
 
+_MOST_IDS = 65_536
 _Counts: TypeAlias = defaultdict[tuple[str, ...], defaultdict[str, int]]
 """By (label, value, label, value, ...), then by name."""
 
@@ -31,6 +32,26 @@ class Counters:
         """All counts so far by `name` or `name{label="value"}`."""
         with self._lock:
             return {_named(name, *labels): n for labels, of in self._counts.items() for name, n in of.items()}
+
+
+class RequestIds:
+    """The latest request ids, to tell a retry. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: OrderedDict[str, None] = OrderedDict()
+
+    def seen(self, request_id: str | None) -> bool:
+        """Note an id and return whether it was noted before; a request without one never was."""
+        if request_id is None:
+            return False
+        with self._lock:
+            known = request_id in self._ids
+            self._ids[request_id] = None
+            self._ids.move_to_end(request_id)
+            if len(self._ids) > _MOST_IDS:
+                self._ids.popitem(last=False)
+        return known
 
 
 def _named(name: str, *labels: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from duokv.kvstore.backend import FileInfo
+from duokv.kvstore.checkpoint import read_lives, write_lives
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import DuoKVError, StoreError, UsageError, nearest
@@ -26,7 +27,7 @@ from duokv.kvstore.policy import PIN_CLASS, ClassRule, Policy
 from duokv.kvstore.policybook import KEEP_ALL, PolicyBook, decode_policy, encode_policy
 from duokv.kvstore.reclaim import Cut, Reason, ReclaimPlan, VictimQueue
 from duokv.kvstore.record import Trailer
-from duokv.kvstore.recovery import POLICY_FILE, Recovered, Recovery, read_lives, take_lock, write_lives
+from duokv.kvstore.recovery import POLICY_FILE, Recovered, Recovery, take_lock
 from duokv.kvstore.segment import Footer, parse_name, read_footer
 from duokv.kvstore.slotcheck import MAX_SLOTS, SlotChecker
 

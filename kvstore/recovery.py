@@ -6,21 +6,20 @@ machine, or when it is missing, it is built anew from segment footers and, for s
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from duokv.kvstore.backend import Backend, FileInfo, Lock, ReadOp
 from duokv.kvstore.buffers import aligned
+from duokv.kvstore.checkpoint import Checkpoint, read_lives
 from duokv.kvstore.errors import StoreError
 from duokv.kvstore.events import Degraded, Event
 from duokv.kvstore.extent import PREFIX_BYTES, Extent, Life, stamp_of
 from duokv.kvstore.geometry import PAGE_BYTES, TRAILER_BYTES, CacheGeometry
-from duokv.kvstore.index import INDEX_FORMAT, Index, IndexTxn, SegmentInfo, WriteTxn
+from duokv.kvstore.index import INDEX_FORMAT, Index, SegmentInfo, WriteTxn
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.overlap import part_overlaps, place_extent
 from duokv.kvstore.policybook import PolicyBook, decode_policy
@@ -29,7 +28,6 @@ from duokv.kvstore.segment import parse_name, read_footer, seal_file
 from duokv.kvstore.walk import Runs, extend_runs
 
 POLICY_FILE = "policy.json"
-LIVES_FILE = "lives.ckpt"
 _READ_S = 60.0
 _PROBES = 64
 """Trailers asked for at once."""
@@ -363,38 +361,3 @@ def take_lock(backend: Backend, name: str, *, wait_s: float) -> Lock:
             )
         time.sleep(0.02)
     return lock
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """All lives at a moment by place, the slots published by then in each segment, and the next segment's number."""
-
-    next_segment: int = 0
-    used: dict[int, int] = field(default_factory=dict)
-    lives: dict[int, Life] = field(default_factory=dict)
-
-    def seen(self, segment: int) -> int:
-        """How many slots of a segment it speaks for: what lies in them and is not listed was dropped by then."""
-        return self.used.get(segment, 0 if segment >= self.next_segment else 1 << 32)
-
-
-_Checkpoint = tuple[int, dict[int, int], list[tuple[int, bytes]]]
-
-
-def write_lives(backend: Backend, txn: IndexTxn) -> None:
-    """Checkpoint all lives beside the segments, so that a rebuild knows last uses and cuts."""
-    used = {number: info.used for number, info in txn.segments()}
-    rows = [(place, life.encode()) for place, life in txn.lives()]
-    backend.write_file(LIVES_FILE, msgspec.msgpack.encode((txn.peek_segment(), used, rows)))
-
-
-def read_lives(backend: Backend) -> Checkpoint | None:
-    """The last checkpoint, or None without a usable one."""
-    raw = backend.read_file(LIVES_FILE)
-    if raw is None:
-        return None
-    try:
-        following, used, rows = msgspec.msgpack.decode(raw, type=_Checkpoint)
-        return Checkpoint(following, used, {place: Life.decode(life) for place, life in rows})
-    except (msgspec.MsgspecError, struct.error, ValueError):
-        return None

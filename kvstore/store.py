@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from duokv.kvstore.backend import Backend, Lock
 from duokv.kvstore.blockcache import BlockCache, CacheStats
 from duokv.kvstore.blockstore import BlockStore
 from duokv.kvstore.buffers import BufferPool, Lent
+from duokv.kvstore.checkpoint import Checkpointer
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import StoreError, UsageError
@@ -38,11 +38,10 @@ from duokv.kvstore.keys import (
     token_bytes,
 )
 from duokv.kvstore.loader import BlockLoader, Wanted
-from duokv.kvstore.metrics import Counters
+from duokv.kvstore.metrics import Counters, RequestIds
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.reader import BlockReader, Rows
 from duokv.kvstore.record import BlockCodec, Chain, Row
-from duokv.kvstore.recovery import write_lives
 from duokv.kvstore.staging import Payload
 from duokv.kvstore.swa import SwaArena, SwaStats, SwaWindow
 from duokv.kvstore.walk import Found, MissReason
@@ -51,7 +50,6 @@ Blocks = npt.NDArray[np.uint8] | Sequence[memoryview | bytes | npt.NDArray[np.ui
 """`[n, payload_bytes]` (or wider) uint8, or one buffer of payload_bytes per block."""
 _JUMP_S = 60.0
 _LONGEST_PIN_S = 1e9
-_REQUEST_IDS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +141,11 @@ class KVStore:
             max(1, geometry.swa_bytes), capacity_bytes=config.swa_bytes if geometry.swa_bytes else 0,
             expiry_s=config.swa_expiry_s, monotonic=clock.monotonic, emit=events.emit,
         )  # fmt: skip
-        self._looked_up = _RequestIds()
-        self._reported = _RequestIds()
+        self._checkpointer = Checkpointer(
+            index=index, backend=backend, clock=clock, emit=events.emit, interval_s=config.checkpoint_interval_s
+        )
+        self._looked_up = RequestIds()
+        self._reported = RequestIds()
         self._seen = (clock.wall(), clock.monotonic())
         self._closed = threading.Event()
         self._closing = threading.Lock()
@@ -295,7 +296,7 @@ class KVStore:
         self.events.emit(served)
 
     def maintain(self) -> None:
-        """One pass of housekeeping: persist uses, delete what expired. The background thread calls it."""
+        """One pass of housekeeping: persist uses, delete what expired, checkpoint. The background thread calls it."""
         wall, monotonic = self._clock.wall(), self._clock.monotonic()
         jump = (wall - self._seen[0]) - (monotonic - self._seen[1])
         self._seen = (wall, monotonic)
@@ -304,6 +305,7 @@ class KVStore:
             self.events.emit(ClockJumped(jump))
         self.windows.expire()
         self.blocks.maintain(clock_jumped=jumped)
+        self._checkpointer.maintain()
 
     def flush(self) -> None:
         """Make all commits so far survive power loss. OSError if that fails: that segment's blocks are given up."""
@@ -338,7 +340,7 @@ class KVStore:
             try:
                 clean = self.blocks.close()
                 with self._index.write() as txn:
-                    write_lives(self._backend, txn)
+                    self._checkpointer.close(txn)
                     # Who is still named here has left something for the next open to put right.
                     if clean:
                         txn.drop_meta(b"writer:" + self._writer_id.encode())
@@ -361,26 +363,6 @@ class KVStore:
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise StoreError("store: closed; open it again")
-
-
-class _RequestIds:
-    """The latest request ids, to tell a retry. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ids: OrderedDict[str, None] = OrderedDict()
-
-    def seen(self, request_id: str | None) -> bool:
-        """Note an id and return whether it was noted before; a request without one never was."""
-        if request_id is None:
-            return False
-        with self._lock:
-            known = request_id in self._ids
-            self._ids[request_id] = None
-            self._ids.move_to_end(request_id)
-            if len(self._ids) > _REQUEST_IDS:
-                self._ids.popitem(last=False)
-        return known
 
 
 def _payloads(blocks: Blocks, payload_bytes: int, first_block: int) -> Sequence[Row] | Rows:

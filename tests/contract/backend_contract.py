@@ -13,54 +13,20 @@ from __future__ import annotations
 import errno
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from backend_kit import PAGE, MakeBackend, get, pattern, put, room
+from punch_contract import PunchContract
 
 from duokv.kvstore.backend import Backend, ReadOp
-from duokv.kvstore.buffers import aligned
 from duokv.kvstore.errors import UsageError
 
-PAGE = 4096
-"""A multiple of every alignment a backend may ask for."""
-
-MakeBackend = Callable[[], Backend]
+__all__ = ["BackendContract", "MakeBackend"]
 
 
-def room(nbytes: int, fill: int = 0xEE) -> memoryview:
-    """Aligned memory whose content shows what a read has not touched."""
-    view = aligned(nbytes)
-    view[:] = bytes([fill]) * nbytes
-    return view
-
-
-def pattern(nbytes: int, seed: int) -> memoryview:
-    """Aligned bytes in which each page differs from the next, and from those of another seed."""
-    view = aligned(nbytes)
-    for page in range(0, nbytes, PAGE):
-        n = min(PAGE, nbytes - page)
-        view[page : page + n] = ((page // PAGE * 7 + seed) % 251 + 1).to_bytes(2, "little") * (n // 2) + b"x" * (n % 2)
-    return view
-
-
-def put(backend: Backend, name: str, data: memoryview) -> None:
-    """Write a sealed file."""
-    writer = backend.create(name, data.nbytes)
-    writer.write(0, [data])
-    writer.seal(data.nbytes)
-
-
-def get(backend: Backend, name: str, nbytes: int, offset: int = 0) -> bytes:
-    """Read `nbytes`, or what there is of them; OSError as read_many reports it."""
-    view = room(nbytes)
-    (got,) = backend.read_many([ReadOp(name, offset, (view,))], deadline_s=60)
-    if got < 0:
-        raise OSError(-got, "read failed", name)
-    return bytes(view[:got])
-
-
-class BackendContract:
+class BackendContract(PunchContract):
     """Tests that every backend passes."""
 
     @pytest.fixture
@@ -342,33 +308,6 @@ class BackendContract:
             get(backend, "seg/a", PAGE)
         put(backend, "seg/a", pattern(2 * PAGE, seed=2))
         assert get(backend, "seg/a", 2 * PAGE) == pattern(2 * PAGE, seed=2)
-
-    def test_punch_zeroes_ranges_and_frees_their_space(self, backend: Backend) -> None:
-        if not backend.can_punch:
-            pytest.skip("this backend does not punch")
-        data = pattern(64 * PAGE, seed=1)
-        writer = backend.create("a", 64 * PAGE)
-        writer.write(0, [data])
-        writer.sync()
-        before = backend.list("a")[0]
-        freed = backend.punch("a", [(8 * PAGE, 16 * PAGE), (40 * PAGE, 8 * PAGE)])
-        after = backend.list("a")[0]
-        assert 0 < freed == before.allocated - after.allocated
-        assert after.size == before.size
-        want = bytearray(data)
-        want[8 * PAGE : 24 * PAGE] = bytes(16 * PAGE)
-        want[40 * PAGE : 48 * PAGE] = bytes(8 * PAGE)
-        assert get(backend, "a", 64 * PAGE) == want
-        assert backend.punch("a", [(8 * PAGE, 16 * PAGE)]) == 0
-        assert backend.punch("gone", [(0, PAGE)]) == 0
-        assert backend.punch("a", []) == 0
-        # A hole stays one when the writer goes on, and until it is written again.
-        writer.reserve(80 * PAGE)
-        assert backend.list("a")[0].allocated - after.allocated <= 16 * PAGE
-        writer.write(8 * PAGE, [data[8 * PAGE : 24 * PAGE]])
-        assert get(backend, "a", 16 * PAGE, offset=8 * PAGE) == data[8 * PAGE : 24 * PAGE]
-        writer.seal(64 * PAGE)
-        assert backend.list("a")[0].allocated > after.allocated
 
     def test_small_files_are_replaced_as_a_whole(self, backend: Backend) -> None:
         assert backend.read_file("meta/policy") is None

@@ -1,62 +1,29 @@
-"""What only a backend on a file system can get wrong: refusals, descriptors, left-overs, the order of flushes."""
+"""What only a backend on a file system can get wrong: refusals, full devices, left-overs, the order of flushes."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fs_posix_kit import (
+    backend_fixture,  # noqa: F401
+    descriptors,
+    files_under,
+    get,
+    put,
+    root_fixture,  # noqa: F401
+)
 
 from duokv.connectors import posix_io
 from duokv.connectors.fs_posix import PosixBackend
-from duokv.connectors.posix_io import ReadFds, aligned_runs
 from duokv.kvstore.backend import ReadOp
-from duokv.kvstore.buffers import PAGE, address, aligned
-from duokv.kvstore.errors import StoreError, UsageError
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def backend(root: Path) -> Iterator[PosixBackend]:
-    backend = PosixBackend(root)
-    yield backend
-    backend.close()
-
-
-def put(backend: PosixBackend, name: str, fill: bytes = b"x", pages: int = 1) -> None:
-    writer = backend.create(name, pages * PAGE)
-    writer.write(0, [memoryview(fill * (pages * PAGE))])
-    writer.seal(pages * PAGE)
-
-
-def get(backend: PosixBackend, name: str, pages: int = 1) -> int | bytes:
-    view = aligned(pages * PAGE)
-    (got,) = backend.read_many([ReadOp(name, 0, (view,))], deadline_s=60)
-    return bytes(view[:got]) if got >= 0 else got
-
-
-def files_under(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in root.rglob("*")}
-
-
-def descriptors(of: str) -> list[str]:
-    """What this process holds open whose path contains `of`."""
-    found = []
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            found.append(str(path.readlink()))
-    return [target for target in found if of in target]
-
+from duokv.kvstore.buffers import PAGE, aligned
+from duokv.kvstore.errors import StoreError
 
 # Opening
 
@@ -118,92 +85,6 @@ def test_a_read_only_opening_reads_and_leaves_no_trace(root: Path) -> None:
         assert caught.value.errno == errno.EROFS
     backend.close()
     assert files_under(root) == before
-
-
-def test_direct_must_be_a_known_word_and_needs_a_folder_to_try(root: Path) -> None:
-    with pytest.raises(UsageError, match="did you mean 'auto'"):
-        PosixBackend(root, direct="autos")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="require"):
-        PosixBackend(root, direct="require", create=False)
-
-
-# O_DIRECT
-
-
-@pytest.fixture(params=["at open", "at the first write"])
-def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without O_DIRECT, as tmpfs and overlay can be: refused by open(2) or only by the I/O."""
-    real_open, real_write = os.open, os.pwritev
-
-    def refuse_open(path: str | Path, flags: int, mode: int = 0o777) -> int:
-        fd = real_open(path, flags, mode)
-        if flags & os.O_DIRECT:
-            os.close(fd)
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return fd
-
-    def refuse_write(fd: int, views: list[memoryview], offset: int) -> int:
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_write(fd, views, offset)
-
-    if request.param == "at open":
-        monkeypatch.setattr(os, "open", refuse_open)
-    else:
-        monkeypatch.setattr(os, "pwritev", refuse_write)
-
-
-@pytest.mark.usefixtures("refused")
-def test_refused_direct_io_falls_back_to_the_page_cache_with_one_note(root: Path) -> None:
-    backend = PosixBackend(root, direct="auto")
-    (note,) = [note for note in backend.notes if "O_DIRECT" in note]
-    assert "EINVAL" in note
-    assert str(root) in note
-    assert backend.alignment == 1
-    put(backend, "a", b"y")
-    assert get(backend, "a") == b"y" * PAGE
-    backend.close()
-    assert files_under(root) == {"a", ".tmp", ".tmp/in-use"}
-
-
-@pytest.mark.usefixtures("refused")
-def test_required_direct_io_that_is_refused_stops_the_start(root: Path) -> None:
-    with pytest.raises(StoreError, match=r"^O_DIRECT refused under .*: EINVAL; .*direct = \"auto\"$"):
-        PosixBackend(root, direct="require")
-    assert descriptors(of=str(root)) == []
-
-
-@pytest.mark.usefixtures("refused")
-def test_direct_io_that_nobody_asked_for_is_not_tried(root: Path) -> None:
-    backend = PosixBackend(root, direct="off")
-    assert not [note for note in backend.notes if "O_DIRECT" in note]
-    backend.close()
-
-
-def test_direct_io_is_used_where_it_works(backend: PosixBackend, root: Path) -> None:
-    if backend.alignment == 1:
-        pytest.skip(f"no O_DIRECT here: {backend.notes}")
-    put(backend, "a")
-    get(backend, "a")
-    (fd,) = [
-        int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists() and path.resolve() == root / "a"
-    ]
-    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-    view = aligned(2 * PAGE)
-    misplaced = ReadOp("a", 0, (view[1 : PAGE + 1],))
-    assert backend.read_many([misplaced], deadline_s=60)[0] in {-errno.EINVAL, PAGE}
-
-
-def test_only_unaligned_parts_are_staged() -> None:
-    memory, stage = aligned(6 * PAGE), aligned(2 * PAGE)
-    memory[:] = bytes(range(256)) * (6 * PAGE // 256)
-    parts = [memory[:PAGE], memory[PAGE : 2 * PAGE], memory[2 * PAGE : 2 * PAGE + 100], memory[2 * PAGE + 100 :]]
-    written, places = b"", []
-    for run in aligned_runs(parts, stage):
-        written += b"".join(run)
-        places.append([address(view) for view in run])
-    assert written == bytes(memory)
-    assert places == [[address(memory), address(memory) + PAGE], [address(stage)], [address(stage)]]
 
 
 # Space
@@ -370,97 +251,6 @@ def test_foreign_and_hidden_files(backend: PosixBackend, root: Path) -> None:
     (root / "by-hand").write_bytes(b"abc")
     (root / "dangling").symlink_to(root / "nowhere")
     assert [(info.name, info.size) for info in backend.list("")] == [("by-hand", 3)]
-
-
-# Descriptors
-
-
-def test_open_descriptors_are_bounded(backend: PosixBackend, root: Path) -> None:
-    names = [f"f{i}" for i in range(200)]
-    for name in names:
-        (root / name).write_bytes(b"x" * PAGE)
-    assert all(get(backend, name) == b"x" * PAGE for name in names)
-    assert 100 < len(descriptors(of=f"{root}/f")) <= 128
-    backend.close()
-    assert descriptors(of=str(root)) == []
-    assert get(backend, "f0") == -errno.EBADF
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_removed_file_is_not_kept_open(backend: PosixBackend, root: Path, by_hand: bool) -> None:
-    put(backend, "a")
-    assert get(backend, "a") == b"x" * PAGE
-    if by_hand:
-        (root / "a").unlink()
-    else:
-        backend.remove("a")
-        assert descriptors(of=f"{root}/a") == []
-    assert get(backend, "a") == -errno.ENOENT
-    assert descriptors(of=f"{root}/a") == []
-
-
-def open_counting(folder: Path, opened: list[str]) -> Callable[[str], int]:
-    def open_fd(name: str) -> int:
-        opened.append(name)
-        return os.open(folder / name, os.O_RDONLY)
-
-    return open_fd
-
-
-def test_a_descriptor_in_use_outlives_eviction_removal_and_close(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / name).write_text(name)
-    opened: list[str] = []
-    fds = ReadFds(open_counting(tmp_path, opened), cap=1)
-    with fds.borrow("a") as a:
-        with fds.borrow("b") as b, fds.borrow("b") as same:
-            assert b == same
-            assert os.pread(a, 1, 0) == b"a"
-            fds.forget("b")
-            (tmp_path / "b").unlink()
-            assert os.pread(b, 1, 0) == b"b"
-        with pytest.raises(FileNotFoundError), fds.borrow("b"):
-            pass
-        with fds.borrow("c") as c:
-            fds.close()
-            assert os.pread(c, 1, 0) == b"c"
-    assert opened == ["a", "b", "b", "c"]
-    assert descriptors(of=str(tmp_path)) == []
-    with pytest.raises(OSError, match="closed"), fds.borrow("a"):
-        pass
-
-
-def test_a_file_removed_while_it_is_being_opened_is_not_kept(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("a")
-
-    def open_then_lose(name: str) -> int:
-        fd = os.open(tmp_path / name, os.O_RDONLY)
-        (tmp_path / name).unlink()
-        fds.forget(name)
-        return fd
-
-    fds = ReadFds(open_then_lose, cap=8)
-    with pytest.raises(FileNotFoundError), fds.borrow("a"):
-        pass
-    assert descriptors(of=str(tmp_path)) == []
-
-
-def test_the_least_recently_used_descriptor_goes_first(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / name).write_text(name)
-    opened: list[str] = []
-    fds = ReadFds(open_counting(tmp_path, opened), cap=2)
-    for name in ("a", "b", "a", "c", "a", "b"):
-        with fds.borrow(name):
-            pass
-    assert opened == ["a", "b", "c", "b"]
-    fds.close()
-
-
-def test_a_dropped_writer_keeps_its_file_and_no_descriptor(backend: PosixBackend, root: Path) -> None:
-    backend.create("a", PAGE)
-    assert descriptors(of=f"{root}/a") == []
-    assert [info.name for info in backend.list("")] == ["a"]
 
 
 # System calls that do less than asked

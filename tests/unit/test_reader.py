@@ -5,83 +5,24 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from reader_kit import (
+    LONG_S,
+    SHORT_S,
+    SLOT,
+    TWO,
+    World,
+    all_right,
+    world_fixture,  # noqa: F401
+)
 
-from duokv.connectors.fs_faulty import Fail, Fault, FaultyBackend, Shorten, Stall
-from duokv.connectors.fs_memory import MemoryBackend
+from duokv.connectors.fs_faulty import Fail, Fault, Shorten, Stall
 from duokv.kvstore.backend import ReadOp
-from duokv.kvstore.buffers import BufferPool, Lent
-from duokv.kvstore.reader import LATE, BlockReader, Check, Copies, Rows, is_unreadable
+from duokv.kvstore.reader import LATE, BlockReader, Rows, is_unreadable
 from duokv.kvstore.spans import Span, plan_reads
-
-SLOT = 4096
-LONG_S = 600.0
-"""A deadline nobody waits for."""
-SHORT_S = 0.05
-
-
-def all_right(_: int, rows: Rows) -> list[str | None]:
-    return [None] * len(rows)
-
-
-class TwoAtOnce(FaultyBackend):
-    """Memory that is read by two threads."""
-
-    @property
-    def concurrency(self) -> int:
-        return 2
-
-
-class World:
-    """A reader, and a file whose slot i is filled with i + 1."""
-
-    def __init__(self) -> None:
-        self.backend = TwoAtOnce(MemoryBackend())
-        writer = self.backend.create("seg/a", 8 * SLOT)
-        writer.write(0, [memoryview(bytes([i + 1]) * SLOT) for i in range(8)])
-        writer.seal(8 * SLOT)
-        self.gate = threading.Event()
-        """What stalled reads wait for."""
-        self.pool = BufferPool(1 << 20)
-        self.reader = BlockReader(self.backend, threads=4, slot_bytes=SLOT, monotonic=time.monotonic)
-
-    def close(self) -> None:
-        """Return once all that was asked for has been read."""
-        self.gate.set()
-        self.reader.close()
-        for thread in self.reader._started:
-            thread.join()
-
-    def fetch(
-        self, rows: Lent | Rows, reads: Sequence[Span], *, deadline_s: float = LONG_S, name: str = "seg/a"
-    ) -> list[tuple[int, str | None]]:
-        """Read and check that row i holds the slot that the plan says."""
-        slots = {span.block + i: span.slot + i for span in reads for i in range(span.count)}
-
-        def check(first: int, rows: Rows) -> list[str | None]:
-            return [None if (row == slots[first + i] + 1).all() else "another block" for i, row in enumerate(rows)]
-
-        return list(self.stream(rows, reads, check, deadline_s, name))
-
-    def stream(
-        self, into: Lent | Rows, reads: Sequence[Span], check: Check, deadline_s: float, name: str
-    ) -> Iterator[tuple[int, str | None]]:
-        rows, lent = (into.rows, into) if isinstance(into, Lent) else (into, None)
-        until = self.reader.after(deadline_s)
-        return self.reader.fetch(reads, rows, name_of=lambda _: name, check=check, lent=lent, until=until)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
-
-
-TWO = (Span(1, 4, 0, 2), Span(1, 0, 2, 2))
 
 
 def test_every_read_lands_in_its_rows(world: World) -> None:
@@ -320,92 +261,3 @@ def test_blocks_verified_after_the_caller_left_are_not_copied(world: World) -> N
     assert checking.wait(LONG_S), "else this tests nothing"
     world.close()
     assert (rows == 0xEE).all()
-
-
-# Copies from memory
-
-
-def copied(
-    world: World, lent: Lent, copies: Copies, reads: Sequence[Span] = (), deadline_s: float = LONG_S
-) -> Iterator[tuple[int, str | None]]:
-    """Fetch from memory and from the file; whatever was read is right."""
-    until = world.reader.after(deadline_s)
-    return world.reader.fetch(
-        reads, lent.rows, name_of=lambda _: "seg/a", check=all_right, lent=lent, until=until, copies=copies
-    )
-
-
-def put(first: int, rows: Rows) -> None:
-    rows[:] = np.arange(100 + first, 100 + first + len(rows), dtype=np.uint8)[:, None]
-
-
-def test_copies_and_reads_fill_their_rows_and_the_lead_is_of_both(world: World) -> None:
-    with world.pool.lend(8, SLOT) as lent:
-        told = list(copied(world, lent, Copies([(0, 2), (4, 1), (7, 1)], put), (Span(1, 2, 2, 2), Span(1, 0, 5, 2))))
-        assert (lent.rows == np.array([100, 101, 3, 4, 104, 1, 2, 107], np.uint8)[:, None]).all()
-    leads = [lead for lead, _ in told]
-    assert leads == sorted(set(leads))
-    assert told[-1] == (8, None)
-
-
-def test_what_cannot_be_read_ends_the_lead_before_later_copies(world: World) -> None:
-    world.backend.inject(Fail(kind="read"))
-    with world.pool.lend(4, SLOT) as lent:
-        told = list(copied(world, lent, Copies([(0, 1), (2, 2)], put), (Span(1, 2, 1, 1),)))
-    assert told[-1] == (1, "EIO")
-
-
-def test_idle_threads_help_to_copy(world: World) -> None:
-    """Two copies are under way at once, on two threads."""
-    both = threading.Barrier(2)
-    threads = set()
-
-    def together(first: int, rows: Rows) -> None:
-        both.wait(LONG_S)
-        threads.add(threading.current_thread())
-        put(first, rows)
-
-    with world.pool.lend(4, SLOT) as lent:
-        assert list(copied(world, lent, Copies([(0, 2), (2, 2)], together)))[-1] == (4, None)
-        assert (lent.rows == np.arange(100, 104, dtype=np.uint8)[:, None]).all()
-    assert len(threads) == 2
-    assert threading.current_thread() in threads
-
-
-def test_threads_held_up_by_a_backend_are_not_waited_for(world: World) -> None:
-    world.backend.inject(Stall(kind="read", until=world.gate, lasting=True))
-    with world.pool.lend(4, SLOT) as stuck, world.pool.lend(4, SLOT) as lent:
-        assert world.fetch(stuck, TWO, deadline_s=SHORT_S) == [(0, LATE)]
-        waiting = []
-        for _ in range(20):
-            assert list(copied(world, lent, Copies([(0, 2), (2, 1), (3, 1)], put)))[-1] == (4, None)
-            waiting.append(world.reader._queue.qsize())
-        assert waiting[-1] == waiting[0], "nor is help asked for again and again"
-
-
-def test_no_copy_is_under_way_once_the_caller_has_left(world: World) -> None:
-    """Its rows, and the memory it copies from, are someone else's then."""
-    begun, go_on = threading.Event(), threading.Event()
-    caller = threading.current_thread()
-    under_way = []
-
-    def slow(first: int, _: Rows) -> None:
-        if threading.current_thread() is caller:
-            begun.wait(LONG_S)
-            threading.Timer(SHORT_S, go_on.set).start()
-            raise RuntimeError("the caller leaves")
-        under_way.append(first)
-        begun.set()
-        go_on.wait(LONG_S)
-        under_way.remove(first)
-
-    with world.pool.lend(3, SLOT) as lent:
-        with pytest.raises(RuntimeError, match="leaves"):
-            list(copied(world, lent, Copies([(0, 1), (1, 1), (2, 1)], slow)))
-        assert under_way == []
-
-
-def test_copies_keep_to_the_deadline(world: World) -> None:
-    with world.pool.lend(4, SLOT) as lent:
-        assert list(copied(world, lent, Copies([(0, 4)], put), deadline_s=-1.0)) == [(0, LATE)]
-    assert world.pool.idle_bytes > 0, "and no memory is held"

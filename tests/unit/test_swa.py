@@ -2,58 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections.abc import Callable
-
 import numpy as np
 import pytest
+from swa_kit import APPROX, EXACT, PITCH, WINDOW, World, content, mark, window
 
 from duokv.kvstore.errors import UsageError
-from duokv.kvstore.events import Event, WindowEvicted, WindowLeased, WindowStored
+from duokv.kvstore.events import WindowEvicted, WindowLeased, WindowStored
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.swa import SwaArena, SwaWindow
-
-EXACT, APPROX = Origin.EXACT, Origin.APPROX
-WINDOW = 5000  # not a multiple of a page
-PITCH = 8192
-
-
-class World:
-    """An arena with a clock to turn and its events in a list."""
-
-    def __init__(self, slots: int | None = 2, expiry_s: float | None = 180.0, payload: bool = True) -> None:
-        self.now = 1000.0
-        self.events: list[Event] = []
-        self.on_event: Callable[[Event], None] = lambda event: None
-        self.arena = SwaArena(
-            WINDOW,
-            capacity_bytes=None if slots is None else slots * PITCH,
-            expiry_s=expiry_s,
-            monotonic=lambda: self.now,
-            emit=self.emit,
-            payload=payload,
-        )
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-        self.on_event(event)
-
-    def read(self, key: bytes, require: Origin | None = None) -> bytes | None:
-        with self.arena.lease(key, require=require) as window:
-            return None if window is None or window.data is None else bytes(window.data)
-
-
-def content(text: bytes) -> bytes:
-    return (hashlib.sha256(text).digest() * (WINDOW // 32 + 1))[:WINDOW]
-
-
-def window(text: bytes, origin: Origin = EXACT, valid_from: int = 0, end: int = 256) -> SwaWindow:
-    return SwaWindow(end, memoryview(content(text)), valid_from, origin)
-
-
-def mark(origin: Origin = EXACT, valid_from: int = 0) -> SwaWindow:
-    return SwaWindow(256, None, valid_from, origin)
 
 
 def test_a_lease_gives_back_what_was_put() -> None:
@@ -212,22 +168,6 @@ def test_two_leased_versions_of_a_key_end_in_any_order() -> None:
     assert world.read(b"k") == content(b"new")
 
 
-def test_a_put_that_was_overtaken_while_it_copied_follows_the_same_rules() -> None:
-    """The event of the eviction it causes comes between its reservation and its copy: a hook for the other put."""
-    world = World(slots=2)
-    for key in (b"a", b"b"):
-        world.arena.put(key, window(key))
-
-    def overtake(event: Event) -> None:
-        if event == WindowEvicted(b"a", "capacity"):
-            assert world.arena.put(b"k", window(b"exact", EXACT))
-
-    world.on_event = overtake
-    assert world.arena.put(b"k", window(b"approx", APPROX))
-    assert world.read(b"k") == content(b"exact")
-    assert world.arena.stats().used_bytes == PITCH
-
-
 def test_overlapping_leases_hold_until_the_last_ends() -> None:
     world = World(slots=1)
     world.arena.put(b"k", window(b"k"))
@@ -362,33 +302,6 @@ def test_marks_in_a_bounded_arena_evict_in_order_and_count_drops() -> None:
     assert [world.arena.contains(key) for key in (b"a", b"b", b"c")] == [False, True, True]
     with world.arena.lease(b"b"), world.arena.lease(b"c"):
         assert world.arena.put_marks([b"b", b"d", b"e"], 128, valid_from=0, origin=EXACT) == 2
-
-
-def test_threads_never_see_another_windows_bytes() -> None:
-    """Few slots, many keys, the same key from several threads: each leased window is whole and its own."""
-    world = World(slots=3, expiry_s=None)
-    keys = [bytes([n]) * 32 for n in range(5)]
-    faults: list[object] = []
-    start = threading.Barrier(4)
-
-    def work(seed: int) -> None:
-        start.wait()
-        for step in range(400):
-            key = keys[(seed * 7 + step * (seed + 1)) % len(keys)]
-            valid_from = -step  # always the larger coverage, so that every put writes
-            world.arena.put(key, window(key, valid_from=valid_from))
-            with world.arena.lease(key) as lent:
-                if lent is not None and lent.data is not None and bytes(lent.data) != content(key):
-                    faults.append((seed, step))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert faults == []
-    stats = world.arena.stats()
-    assert (stats.leased, stats.used_bytes) == (0, stats.windows * PITCH)
 
 
 def test_a_copy_that_is_interrupted_gives_its_slot_back() -> None:
