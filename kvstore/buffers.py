@@ -203,3 +203,40 @@ class BufferPool:
             while self._idle_bytes > self._cap_bytes:
                 _, oldest = self._idle.popitem(last=False)
                 self._idle_bytes -= oldest.bytes.nbytes
+
+
+class Stage:
+    """Memory for one read, lent by `Stages`: uint8 `[n, row_bytes]`, page-aligned."""
+
+    def __init__(self, rows: NDArray[np.uint8], home: list[Stage] | None) -> None:
+        self.rows = rows
+        self._home = home
+
+    def release(self) -> None:
+        """Give it back, once."""
+        if self._home is not None:
+            self._home.append(self)
+
+
+class Stages:
+    """Lends pieces of one slab, so that also small ones lie on huge pages. Thread-safe; the slab is made on first use.
+
+    count: pieces, of `rows` rows of `row_bytes` each. What is asked for beyond it comes from memory that is not kept.
+    """
+
+    def __init__(self, count: int, rows: int, row_bytes: int) -> None:
+        self._shape = count, rows, row_bytes
+        self._lock = threading.Lock()
+        self._idle: list[Stage] | None = None
+
+    def lend(self, rows: int) -> Stage:
+        """Lend a piece of at least so many rows."""
+        count, most, row_bytes = self._shape
+        with self._lock:
+            if self._idle is None:
+                slab = np.frombuffer(aligned(count * most * row_bytes), np.uint8)
+                self._idle = []
+                self._idle += [Stage(piece, self._idle) for piece in slab.reshape(self._shape)]
+            if rows <= most and self._idle:
+                return self._idle.pop()
+        return Stage(np.frombuffer(aligned(rows * row_bytes), np.uint8).reshape(rows, row_bytes), None)

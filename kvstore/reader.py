@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from duokv.kvstore.backend import Backend, ReadOp
-from duokv.kvstore.buffers import BufferPool, Lent
+from duokv.kvstore.buffers import Lent, Stage, Stages
 from duokv.kvstore.spans import Span
 
 Rows = npt.NDArray[np.uint8]
@@ -151,7 +151,7 @@ class _Read:
 
     __slots__ = ("got", "job", "rows", "span", "stage")
 
-    def __init__(self, job: _Job, span: Span, stage: Lent | None, got: int, rows: Rows) -> None:
+    def __init__(self, job: _Job, span: Span, stage: Stage | None, got: int, rows: Rows) -> None:
         self.job = job
         self.span = span
         self.stage = stage
@@ -172,8 +172,8 @@ class BlockReader:
         self._backend = backend
         self._slot_bytes = slot_bytes
         self._monotonic = monotonic
-        self._stage_slots = max(1, MAX_READ_BYTES // slot_bytes)
-        self._stages = BufferPool(self.threads * max(MAX_READ_BYTES, 2 * slot_bytes))
+        # Each thread reads into one, as many wait to be verified, some are.
+        self._stages = Stages(2 * self.threads + _CHECKERS, max(1, MAX_READ_BYTES // slot_bytes), slot_bytes)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -381,8 +381,7 @@ class BlockReader:
         if job.direct:
             stage, rows = None, job.rows[span.block : span.block + span.count]
         else:
-            # All of one size, so that each fits every read.
-            stage = self._stages.lend(max(span.count, self._stage_slots), self._slot_bytes)
+            stage = self._stages.lend(span.count)
             rows = stage.rows[: span.count]
         op = ReadOp(name, span.slot * self._slot_bytes, (rows.reshape(-1).data,))
         try:

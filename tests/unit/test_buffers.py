@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duokv.kvstore import buffers
-from duokv.kvstore.buffers import HUGE_PAGE, PAGE, BufferPool, Lent, address, aligned
+from duokv.kvstore.buffers import HUGE_PAGE, PAGE, BufferPool, Lent, Stages, address, aligned
 from duokv.kvstore.errors import UsageError
 
 SLOT = 28 * PAGE
@@ -201,3 +201,34 @@ def test_threads_never_meet_in_one_buffer() -> None:
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(work, range(16)))
     assert pool.idle_bytes <= 8 * PAGE
+
+
+def test_stages_are_pieces_of_one_slab_on_pages_and_come_back() -> None:
+    stages = Stages(3, 4, SLOT)
+    lent = [stages.lend(n) for n in (1, 4, 2)]
+    assert all(stage.rows.shape == (4, SLOT) for stage in lent)
+    places = sorted(address(stage.rows.data) for stage in lent)
+    assert places[0] % PAGE == 0
+    assert [place - places[0] for place in places] == [0, 4 * SLOT, 8 * SLOT]
+    for stage in lent:
+        stage.release()
+    assert sorted(address(stages.lend(4).rows.data) for _ in range(3)) == places
+
+
+def test_a_stage_beyond_the_slab_or_larger_than_a_piece_is_served_and_not_kept() -> None:
+    stages = Stages(2, 4, SLOT)
+    larger = stages.lend(5)
+    assert larger.rows.shape == (5, SLOT)
+    larger.release()
+    lent = [stages.lend(4) for _ in range(5)]
+    assert len({address(stage.rows.data) for stage in lent}) == 5
+    for value, stage in enumerate(lent):
+        stage.rows[:] = value
+    assert [set(np.unique(stage.rows)) for stage in lent] == [{value} for value in range(5)]
+    held = [address(stage.rows.data) for stage in lent]
+    for stage in lent:
+        stage.release()
+    again = [stages.lend(4) for _ in range(3)]
+    assert {address(stage.rows.data) for stage in again[:2]} <= set(held)
+    assert all(stage.rows.base is again[0].rows.base for stage in again[:2])
+    assert again[2].rows.base is not again[0].rows.base

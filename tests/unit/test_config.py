@@ -59,6 +59,7 @@ def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
         cache_bytes = "2GiB"
         use_flush_s = "0s"
         maintenance_interval_s = "1m"
+        checkpoint_interval_s = "5m"
         index_path = "/ssd/index"
         index_map_bytes = "1GiB"
         writer_id = "node-1"
@@ -83,6 +84,7 @@ def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
         cache_bytes=2 << 30,
         use_flush_s=0.0,
         maintenance_interval_s=60.0,
+        checkpoint_interval_s=300.0,
         index_path="/ssd/index",
         index_map_bytes=1 << 30,
         writer_id="node-1",
