@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +31,7 @@ from duokv.bench.serving_engine import (
     measure_bookkeeping,
     positions,
 )
-from duokv.bench.serving_memory import ArenaCost, CopySpeed, measure_arenas, measure_copies
+from duokv.bench.serving_memory import ArenaCost, CopySpeed, copy_devices, measure_arenas, measure_copies
 from duokv.engine.weights import load_model
 from duokv.kvstore import CacheGeometry
 from duokv.kvstore.errors import DuoKVError
@@ -118,6 +119,7 @@ class Serving:
         ]
         for copy in self.copies:
             name = copy.geometry.rpartition("-")[0] or copy.geometry
+            name += "" if copy.device == "cpu" else f" {copy.device}"
             found.append(Figure.of(f"to_slots_vs_memcpy {name}", copy.to_slots, at_least=0.8))
             found.append(Figure.of(f"from_slots_vs_memcpy {name}", copy.from_slots, at_least=0.8))
         return found
@@ -139,8 +141,8 @@ def measure(folder: Path, given: argparse.Namespace, done: Callable[[], None]) -
     done()
     arenas = measure_arenas(given.windows, lives=_LIVES, slices=_SLICES, done=done)
     copies = []
-    for name in _GEOMETRIES:
-        copies.append(measure_copies(CacheGeometry.preset(name), given.blocks, 2 * rounds + 1))
+    for name, device in product(_GEOMETRIES, copy_devices()):
+        copies.append(measure_copies(CacheGeometry.preset(name), given.blocks, 2 * rounds + 1, device))
         done()
     return Serving(tuple(first), bookkeeping, tuple(arenas), tuple(copies))
 
@@ -187,7 +189,7 @@ def measured(given: argparse.Namespace, *, shown: bool) -> tuple[Machine, Servin
     geometry = CacheGeometry.preset("tiny")
     check_disk(folder, sum(2 * case.requests * case.blocks * geometry.slot_bytes for case in cases) + (256 << 20))
     machine = Machine.here(folder)
-    parts = len(cases) + 1 + len(given.windows) + _SLICES + len(_GEOMETRIES)
+    parts = len(cases) + 1 + len(given.windows) + _SLICES + len(_GEOMETRIES) * len(copy_devices())
     with (
         tempfile.TemporaryDirectory(prefix="duokv-serving-", dir=folder) as name,
         progress_bar("measured", parts, shown=shown) as done,
@@ -220,12 +222,14 @@ def samples(found: Serving) -> Iterator[Sample]:
 
 def _about(found: Serving) -> str:
     small, large = found.arenas[0], found.arenas[-1]
-    speeds = ", ".join(f"{one.gigabytes_s:.1f} GB/s for {one.blocks} x {one.geometry}" for one in found.copies)
+    speeds = ", ".join(
+        f"{one.gigabytes_s:.1f} GB/s for {one.blocks} x {one.geometry} ({one.device})" for one in found.copies
+    )
     return (
         f"A decode step of {BATCH} rows takes {found.bookkeeping.step_ms:.1f} ms of CPU ({found.bookkeeping.steps:,} "
         f"measured). Storing and leasing a window takes {small.life_us:.1f} us among {small.windows:,}, "
         f"{large.life_us:.1f} us among {large.windows:,} ({sum(one.lives for one in found.arenas):,} measured). "
-        f"memcpy: {speeds}. first_token_vs_max: the fastest first token by the fastest of what it waits for; the "
+        f"One copy: {speeds}. first_token_vs_max: the fastest first token by the fastest of what it waits for; the "
         "others are medians. bookkeeping_share: the store's and the engine's own work in a step; swa_cost_growth: a "
         "window's time in the largest arena by that in the smallest; to_slots, from_slots: copies between rows and "
         "block slots"

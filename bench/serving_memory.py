@@ -15,7 +15,7 @@ from torch import Tensor
 
 from duokv.bench.io_limits import Bytes
 from duokv.engine.slots import BlockSlots
-from duokv.kernels.copy import gather_rows, scatter_rows
+from duokv.kernels.transfer import transfer_for
 from duokv.kvstore import CacheGeometry, Origin, SwaWindow
 from duokv.kvstore.buffers import aligned
 from duokv.kvstore.errors import StoreError
@@ -126,40 +126,64 @@ def _faults() -> int:
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
-    """Blocks between lent rows and slots, as shares of the rate of a memcpy of the same bytes before and after."""
+    """Blocks between lent rows and slots, as shares of the rate of one copy of the same bytes before and after.
+
+    That is a memcpy, or a copy from pinned memory to the device where the slots lie.
+    """
 
     geometry: str
+    device: str
     blocks: int
     gigabytes_s: float
     to_slots: tuple[float, ...]
     from_slots: tuple[float, ...]
 
 
-def measure_copies(geometry: CacheGeometry, blocks: int, pairs: int) -> CopySpeed:
+def copy_devices() -> list[torch.device]:
+    """Where slots may lie: the host, and a GPU if there is one."""
+    return [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
+
+
+def measure_copies(geometry: CacheGeometry, blocks: int, pairs: int, device: torch.device) -> CopySpeed:
     """Copy `blocks` payloads into slots and back, `pairs` times each way; slots are not in the order of the rows."""
     nbytes = blocks * geometry.payload_bytes
-    slots = BlockSlots(geometry, blocks).memory
-    rows = torch.from_numpy(_filled(blocks * geometry.slot_bytes)).view(blocks, -1)[:, : geometry.payload_bytes]
-    source, target = _filled(nbytes), _filled(nbytes)
+    on_host = device.type == "cpu"
+    slots = BlockSlots(geometry, blocks).memory.to(device)
+    lent, source = (torch.from_numpy(_filled(blocks * row)) for row in (geometry.slot_bytes, geometry.payload_bytes))
+    if not on_host:
+        lent, source = lent.pin_memory(), source.pin_memory()
+    lent = lent.view(blocks, -1)
+    rows = lent[:, : geometry.payload_bytes]
     index = torch.from_numpy(np.random.default_rng(0).permutation(blocks))
-    there: Callable[[], object] = partial(scatter_rows, slots, index, rows)
-    back: Callable[[], object] = partial(gather_rows, slots, index, rows)
-    memcpy: Callable[[], object] = partial(np.copyto, target, source)
+    transfer, target = transfer_for(slots), source.to(device, copy=True)
+    there = partial(_finished, device, partial(transfer.put, index, lent))
+    back = partial(_finished, device, partial(transfer.get, index, lent))
+    # Of one thread, as moving rows is; torch takes several.
+    memcpy = partial(np.copyto, target.numpy(), source.numpy()) if on_host else partial(target.copy_, source)
+    limit = partial(_finished, device, memcpy)
     times = max(1, (32 << 20) // nbytes)
     before = rows.clone()
     there()
     rows.zero_()
     back()
     _check_equal(rows, before)
-    limit_s = [_seconds(memcpy, times)]
+    limit_s = [_seconds(limit, times)]
     found: tuple[list[float], list[float]] = [], []
     for _ in range(pairs):
         for call, ratios in zip((there, back), found, strict=True):
             seconds = _seconds(call, times)
-            limit_s.append(_seconds(memcpy, times))
+            limit_s.append(_seconds(limit, times))
             ratios.append(mean(limit_s[-2:]) / seconds)
     _check_equal(rows, before)
-    return CopySpeed(geometry.name, blocks, nbytes / median(limit_s) / 1e9, tuple(found[0]), tuple(found[1]))
+    return CopySpeed(
+        geometry.name, device.type, blocks, nbytes / median(limit_s) / 1e9, tuple(found[0]), tuple(found[1])
+    )
+
+
+def _finished(device: torch.device, call: Callable[[], object]) -> None:
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _check_equal(rows: Tensor, before: Tensor) -> None:

@@ -15,7 +15,6 @@ from duokv.engine.config import ModelConfig
 from duokv.engine.live import LiveBlock, LiveBlocks
 from duokv.engine.request import Admission, Request, WindowLease, blocks_for
 from duokv.engine.session import Session
-from duokv.kernels.copy import scatter_rows
 from duokv.kvstore import BlockKeys, KVStore, Origin, PrefixHit
 from duokv.kvstore.keys import BLOCK_TOKENS
 from duokv.replay import ReplayPlan, ReplayPolicy, is_exact, plan_replay, swa_candidates, usable, valid_from
@@ -157,11 +156,11 @@ class Adoption:
         if wanted > 0 and self._loaded is None:
             self._loaded = 0
             self._take(blocks_for(len(self._request.tokens)) - first)
-            memory, slots = self._live.slots.memory, torch.tensor(self._own)
+            transfer, slots = self._live.slots.transfer, torch.tensor(self._own)
             with self._store.buffers(wanted) as lent:
-                rows = torch.from_numpy(lent.rows[:, : memory.shape[1]])
+                rows = torch.from_numpy(lent.rows)
                 for lead in self._store.load_iter(self._hit, lent.rows, first_block=first, deadline_s=deadline_s):
-                    scatter_rows(memory, slots[self._loaded : lead], rows[self._loaded : lead])
+                    transfer.put(slots[self._loaded : lead], rows[self._loaded : lead])
                     self._loaded = lead
         return (first + (self._loaded or 0)) * BLOCK_TOKENS
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from duokv.engine.config import ModelConfig
 from duokv.engine.model import PlaneEntries
 from duokv.kernels.formats import RecordFormat, block_parts, decode, encode
+from duokv.kernels.transfer import transfer_for
 from duokv.kvstore.errors import UsageError
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.keys import BLOCK_TOKENS
@@ -33,6 +34,8 @@ class BlockSlots:
         if num_slots < 1:
             raise UsageError(f"engine memory of {num_slots} slots holds no block; give at least 1")
         self.memory = torch.zeros((num_slots, cache.payload_bytes), dtype=torch.uint8)
+        self.transfer = transfer_for(self.memory)
+        """For what comes from the store."""
         self._references = [0] * num_slots
         # Taken from the end: the slot freed last, whose memory is warm, is used first.
         self._free = list(range(num_slots - 1, -1, -1))

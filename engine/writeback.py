@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from duokv.kernels.copy import gather_rows
+from duokv.kernels.transfer import transfer_for
 from duokv.kvstore import KVStore, Namespace, Origin, SwaWindow, chain_keys
 from duokv.kvstore.buffers import Lent
 from duokv.kvstore.events import Degraded
@@ -52,7 +52,8 @@ class WriteBack:
         self.dropped_blocks = 0
         self.dropped_windows = 0
         self._store = store
-        self._memory = memory
+        self._payload_bytes = memory.shape[1]
+        self._transfer = transfer_for(memory)
         self._capacity = capacity_bytes
         # Nothing ever writes the padding after the last plane, so it still holds what its slot's memory held before.
         planes = store.geometry.planes
@@ -68,7 +69,7 @@ class WriteBack:
         Never waits. An empty queue takes anything, so that no request is too large to be stored.
         """
         nbytes = sum(window.data.nbytes for window in leavings.windows if window.data is not None)
-        nbytes += len(leavings.slots) * self._memory.shape[1]
+        nbytes += len(leavings.slots) * self._payload_bytes
         if not nbytes:
             return True
         with self._changed:
@@ -83,9 +84,9 @@ class WriteBack:
         # Lent, as first touch of new memory would take longer than the copy, and the step with it.
         try:
             lent = self._store.buffers(len(leavings.slots))
-            blocks = torch.from_numpy(lent.rows[:, : self._memory.shape[1]])
-            gather_rows(self._memory, torch.tensor(leavings.slots, dtype=torch.int64), blocks)
-            blocks[:, self._used_bytes :] = 0
+            blocks = torch.from_numpy(lent.rows)
+            self._transfer.get(torch.tensor(leavings.slots, dtype=torch.int64), blocks)
+            blocks[:, self._used_bytes : self._payload_bytes] = 0
         except BaseException:
             with self._changed:
                 self._pending.remove(nbytes)

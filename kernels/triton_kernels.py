@@ -32,9 +32,10 @@ def gather_rows(slots: Tensor, index: Tensor, out: Tensor | None = None) -> Tens
 
 
 def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor) -> None:
-    """`copy.scatter_rows`."""
+    """`copy.scatter_rows`; rows may lie apart, their bytes may not."""
     if rows.numel():
-        _scatter_kernel[(index.shape[0],)](slots, index, rows.contiguous(), slots.stride(0), slots.shape[1], _BLOCK)
+        strides = slots.stride(0), rows.stride(0)
+        _scatter_kernel[(index.shape[0],)](slots, index, rows, *strides, slots.shape[1], _BLOCK)
 
 
 def encode(x: Tensor, fmt: RecordFormat) -> Tensor:
@@ -87,14 +88,20 @@ def _gather(
 
 
 def _scatter(
-    slots: tl.tensor, index: tl.tensor, rows: tl.tensor, stride: tl.tensor, nbytes: tl.constexpr, block: tl.constexpr
+    slots: tl.tensor,
+    index: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    row_stride: tl.tensor,
+    nbytes: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(index + row).to(tl.int64)
     for start in range(0, nbytes, block):
         at = start + tl.arange(0, block)
         inside = at < tl.where(slot >= 0, nbytes, 0)
-        tl.store(slots + slot * stride + at, tl.load(rows + row * nbytes + at, mask=inside, other=0), mask=inside)
+        tl.store(slots + slot * stride + at, tl.load(rows + row * row_stride + at, mask=inside, other=0), mask=inside)
 
 
 def _small_float(

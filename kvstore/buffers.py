@@ -11,7 +11,7 @@ import mmap
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import numpy as np
@@ -73,11 +73,19 @@ def _size_class(nbytes: int) -> int:
     return -(-pages // step) * step * PAGE
 
 
+Pin = Callable[[memoryview], Callable[[], None]]
+"""Pins memory for a device and returns what undoes it, which is called before the memory goes."""
+
+
 class _Region:
     """A piece of memory and the number of handles on it."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.bytes = np.frombuffer(aligned(nbytes), np.uint8)
+    def __init__(self, nbytes: int, pin: Pin | None) -> None:
+        memory = aligned(nbytes)
+        if pin is not None:
+            # Not at exit: the device may be gone by then.
+            weakref.finalize(self, pin(memory)).atexit = False
+        self.bytes = np.frombuffer(memory, np.uint8)
         self.start = _start(self.bytes)
         self.holders = 0
         self.spoiled = False
@@ -124,13 +132,14 @@ class Lent:
 class BufferPool:
     """Lends page-aligned rows and keeps at most `cap_bytes` of idle memory for the next borrowers. Thread-safe.
 
-    A request beyond the cap is served all the same, from memory that is not kept.
+    A request beyond the cap is served all the same, from memory that is not kept. pin: applied to all of it.
     """
 
-    def __init__(self, cap_bytes: int) -> None:
+    def __init__(self, cap_bytes: int, pin: Pin | None = None) -> None:
         if cap_bytes < 0:
             raise UsageError(f"buffer pool of {cap_bytes} bytes: negative; 0 keeps nothing")
         self._cap_bytes = cap_bytes
+        self._pin = pin
         self._lock = threading.Lock()
         self._idle: OrderedDict[int, _Region] = OrderedDict()
         self._idle_bytes = 0
@@ -146,7 +155,7 @@ class BufferPool:
         if n < 0 or row_bytes <= 0:
             raise UsageError(f"buffer of {n} rows of {row_bytes} bytes: give n >= 0 and row_bytes > 0")
         wanted = _size_class(n * row_bytes)
-        region = self._reuse(wanted) or _Region(wanted)
+        region = self._reuse(wanted) or _Region(wanted, self._pin)
         lent = Lent(self, region, region.bytes[: n * row_bytes].reshape(n, row_bytes))
         with self._lock:
             region.holders = 1

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from duokv.kvstore.backend import Backend
+from duokv.kvstore.buffers import Pin
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import StoreError, UsageError, nearest
@@ -47,12 +48,14 @@ class Manifest(msgspec.Struct, frozen=True):
 def open_store(
     url: str, *, geometry: CacheGeometry | str | None = None, config: StoreConfig | None = None,
     clock: Clock | None = None, backend: Backend | None = None, create: bool = True, boot_id: str | None = None,
+    pin: Pin | None = None,
 ) -> KVStore:  # fmt: skip
     """Open the store at `url`, making it if there is none and `create` says so.
 
     url: "file:///path" (or a path), "memory://", or a scheme a backend package registers. geometry: a preset's name or
-    a value; None takes the store's own. config: see StoreConfig; its policy only seeds a new store. clock, backend and
-    boot_id are for tests and composition. StoreError or UsageError, each one line, if it cannot be opened as asked.
+    a value; None takes the store's own. config: see StoreConfig; its policy only seeds a new store. pin: pins memory
+    before it is lent, as `duokv.kernels.transfer.pin` does for a GPU. clock, backend and boot_id are for tests and
+    composition. StoreError or UsageError, each one line, if it cannot be opened as asked.
     """
     config = config or StoreConfig()
     clock = clock or Clock()
@@ -84,10 +87,13 @@ def open_store(
             if txn.meta(b"policy") is None and not txn.segments():
                 PolicyBook.put(txn, config.seed_policy)
                 backend.write_file(POLICY_FILE, encode_policy(config.seed_policy))
+        held = ExitStack()
+        for let_go in (place.discard, backend.close, lock.release):
+            held.callback(let_go)
         store = KVStore(
             backend=backend, index=index, geometry=actual, config=config, clock=clock, events=events,
-            writer_id=writer_id, locks=(lock,), on_close=place.discard,
-            close_index=partial(_close_index, BootMark(place.folder), index, backend),
+            writer_id=writer_id, held=held, close_index=partial(_close_index, BootMark(place.folder), index, backend),
+            pin=pin,
         )  # fmt: skip
         opening.release()
         undo.pop_all()

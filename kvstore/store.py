@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from duokv.kvstore.backend import Backend, Lock
+from duokv.kvstore.backend import Backend
 from duokv.kvstore.blockcache import BlockCache, CacheStats
 from duokv.kvstore.blockstore import BlockStore
-from duokv.kvstore.buffers import BufferPool, Lent
+from duokv.kvstore.buffers import BufferPool, Lent, Pin
 from duokv.kvstore.checkpoint import Checkpointer
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
@@ -103,13 +103,14 @@ class StoreStats:
 class KVStore:
     """Block KV and SWA KV of one geometry. Thread-safe; not across fork. Build it with `open_store`.
 
+    held: what to let go of at close, after the index.
+
     A miss is a value: lookups, loads and commits do not raise for what a backend does. UsageError marks misuse.
     """
 
     def __init__(
         self, *, backend: Backend, index: Index, geometry: CacheGeometry, config: StoreConfig, clock: Clock,
-        events: EventBus, writer_id: str, locks: Sequence[Lock], on_close: Callable[[], None],
-        close_index: Callable[[], None],
+        events: EventBus, writer_id: str, held: ExitStack, close_index: Callable[[], None], pin: Pin | None = None,
     ) -> None:  # fmt: skip
         self.geometry = geometry
         self.config = config
@@ -119,12 +120,11 @@ class KVStore:
         self._backend = backend
         self._index = index
         self._clock = clock
-        self._locks = locks
-        self._on_close = on_close
+        self._held = held
         self._close_index = close_index
         self._writer_id = writer_id
         self._codec = BlockCodec(geometry)
-        self._pool = BufferPool(config.buffer_bytes)
+        self._pool = BufferPool(config.buffer_bytes, pin)
         self.blocks = BlockStore(
             index=index, backend=backend, geometry=geometry, config=config, clock=clock, emit=events.emit,
             writer_id=writer_id, pool=self._pool,
@@ -219,7 +219,7 @@ class KVStore:
         return self._loader.stream(wanted, out, self._pool.owns(out) if own else None, seconds)
 
     def buffers(self, n: int) -> Lent:
-        """Lend `[n, slot_bytes]` uint8 rows (`.rows`), page-aligned and touched; release them when done."""
+        """Lend uint8 `[n, slot_bytes]` (`.rows`), page-aligned, touched, perhaps pinned. Release them after use."""
         return self._pool.lend(n, self.geometry.slot_bytes)
 
     def commit(
@@ -331,12 +331,8 @@ class KVStore:
         if self._thread is not None:
             self._thread.join()
         self._reader.close()
-        with ExitStack() as undo:
-            undo.callback(self._on_close)
-            undo.callback(self._backend.close)
-            for lock in self._locks:
-                undo.callback(lock.release)
-            undo.callback(self._close_index)
+        with self._held as held:
+            held.callback(self._close_index)
             try:
                 clean = self.blocks.close()
                 with self._index.write() as txn:

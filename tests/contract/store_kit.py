@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def peer_of(store: KVStore, backend: Backend, hands: Hands) -> KVStore:
     """Another process's store on the same index, as far as one process can have that."""
     return KVStore(
         backend=backend, index=store._index, geometry=store.geometry, config=store.config, clock=hands.clock,
-        events=EventBus(), writer_id="peer", locks=(), on_close=lambda: None, close_index=store._index.sync,
+        events=EventBus(), writer_id="peer", held=ExitStack(), close_index=store._index.sync,
     )  # fmt: skip
 
 

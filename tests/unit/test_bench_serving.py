@@ -11,11 +11,11 @@ import pytest
 import torch
 from bench_kit import refusal
 
-from duokv.bench import serving_memory
 from duokv.bench.serving import Figure, main
 from duokv.bench.serving_engine import FirstToken, FirstTokenCase, FirstTokens
 from duokv.bench.serving_memory import measure_arenas, measure_copies
 from duokv.engine.weights import load_model
+from duokv.kernels.transfer import HostTransfer
 from duokv.kvstore import CacheGeometry, KVStore
 from duokv.kvstore.errors import StoreError
 
@@ -93,12 +93,12 @@ def test_blocks_that_are_not_stored_are_not_measured(disk: Path, monkeypatch: py
 
 
 def test_copies_that_move_other_bytes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(slots: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
-        slots[index] = rows.flip(0)
+    def wrong(self: HostTransfer, index: torch.Tensor, rows: torch.Tensor) -> None:
+        self._slots[index] = rows[:, : self._slots.shape[1]].flip(0)
 
-    monkeypatch.setattr(serving_memory, "scatter_rows", wrong)
+    monkeypatch.setattr(HostTransfer, "put", wrong)
     with pytest.raises(StoreError, match="other bytes"):
-        measure_copies(CacheGeometry.preset("tiny"), 3, 1)
+        measure_copies(CacheGeometry.preset("tiny"), 3, 1, torch.device("cpu"))
 
 
 def test_arenas_are_full_and_roll() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -232,3 +233,36 @@ def test_a_stage_beyond_the_slab_or_larger_than_a_piece_is_served_and_not_kept()
     assert {address(stage.rows.data) for stage in again[:2]} <= set(held)
     assert all(stage.rows.base is again[0].rows.base for stage in again[:2])
     assert again[2].rows.base is not again[0].rows.base
+
+
+def test_all_memory_of_a_pool_is_pinned_from_its_making_to_its_end() -> None:
+    pinned: dict[int, int] = {}
+
+    def pin(memory: memoryview) -> Callable[[], None]:
+        at = address(memory)
+        pinned[at] = memory.nbytes
+
+        def undo() -> None:
+            del pinned[at]
+
+        return undo
+
+    pool = BufferPool(4 * PAGE, pin)
+    kept, large, dropped = pool.lend(2, PAGE), pool.lend(8, PAGE), pool.lend(3, PAGE)
+    for lent in (kept, large, dropped):
+        assert pinned[start(lent)] >= lent.rows.nbytes
+    place = start(kept)
+    kept.release()
+    large.release()
+    del dropped, lent
+    gc.collect()
+    assert list(pinned) == [place]
+    assert start(pool.lend(2, PAGE)) == place
+    # One that goes as others come back, over the cap.
+    first, second = pool.lend(3, PAGE), pool.lend(3, PAGE)
+    held = start(second)
+    first.release()
+    second.release()
+    del first, second
+    gc.collect()
+    assert list(pinned) == [held]

@@ -32,14 +32,22 @@ def test_bit_equal_in_the_interpreter() -> None:
 
 CODEC = {"dim": 512, "group": 32, "ue8m0": True}
 MOVER = {"nbytes": 528, "block": 1024}
-STRIDES = {"stride": "i32", "out_stride": "i32"}
+MOVED = {"slots": "*u8", "index": "*i64"}
+
+
+def strides(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
 
 
 @pytest.mark.parametrize(
     ("name", "pointers", "constants"),
     [
-        ("_gather_kernel", {"slots": "*u8", "index": "*i64", "out": "*u8", **STRIDES}, MOVER),
-        ("_scatter_kernel", {"slots": "*u8", "index": "*i64", "rows": "*u8", "stride": "i32"}, MOVER),
+        ("_gather_kernel", {**MOVED, "out": "*u8", **strides("stride", "out_stride")}, MOVER),
+        (
+            "_scatter_kernel",
+            {**MOVED, "rows": "*u8", **strides("stride", "row_stride")},
+            MOVER,
+        ),
         ("_encode_e4m3_kernel", {"x": "*bf16", "out": "*u8"}, CODEC),
         ("_encode_e2m1_kernel", {"x": "*fp32", "out": "*u8"}, CODEC),
         ("_encode_e2m1_kernel", {"x": "*bf16", "out": "*u8"}, CODEC | {"group": 16, "ue8m0": False}),
