@@ -13,10 +13,12 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import TypeVar
 
+from duokv.kvstore.answers import Commit, PrefixHit
 from duokv.kvstore.keys import Media, Namespace, TokenIds
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.reader import Rows
-from duokv.kvstore.store import Blocks, Commit, KVStore, PrefixHit
+from duokv.kvstore.staging import Blocks
+from duokv.kvstore.store import KVStore
 
 T = TypeVar("T")
 

@@ -33,7 +33,11 @@ OTHER_VARIABLES = ("DUOKV_DATA", "DUOKV_DEBUG", "DUOKV_STORE")
 SEGMENTS_PER_CAPACITY = 64
 """At least this many segments fill a store, so that dropping one frees little more than is needed."""
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {"direct": ("auto", "require", "off"), "fsync": ("none", "segment", "always")}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "direct": ("auto", "require", "off"),
+    "fsync": ("none", "segment", "always"),
+    "write_behind_full": ("wait", "drop"),
+}
 _AT_LEAST: Mapping[str, int] = {
     "capacity": 1,
     "capacity_blocks": 1,
@@ -45,6 +49,7 @@ _AT_LEAST: Mapping[str, int] = {
     "read_deadline_s": 0,
     "buffer_bytes": 1,
     "cache_bytes": 0,
+    "write_behind_bytes": 0,
     "use_flush_s": 0,
     "maintenance_interval_s": 0,
     "checkpoint_interval_s": 0,
@@ -67,6 +72,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     read_deadline_s: seconds after which a read is a miss, unless the caller says otherwise; default 1.
     buffer_bytes: cap of the pool of aligned rows lent to callers; default 256 MiB.
     cache_bytes: host memory for verified copies of blocks, committed at open; default 0 keeps none.
+    write_behind_bytes: host memory for commits that return once their blocks are copied, and are written by a thread;
+        default 0, a commit writes before it returns.
+    write_behind_full: what a commit does without room there: "wait" (default), or "drop" its blocks.
     use_flush_s: seconds uses may stay in memory only; default 1, 0 writes each at once.
     maintenance_interval_s: seconds between background passes (expiry, reclaim); default 1, 0 leaves them to the caller.
     checkpoint_interval_s: seconds between checkpoints of last uses beside the data, written by those passes: what power
@@ -90,6 +98,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     read_deadline_s: float = 1.0
     buffer_bytes: int = 256 << 20
     cache_bytes: int = 0
+    write_behind_bytes: int = 0
+    write_behind_full: Literal["wait", "drop"] = "wait"
     use_flush_s: float = 1.0
     maintenance_interval_s: float = 1.0
     checkpoint_interval_s: float = 600.0
@@ -281,6 +291,8 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "read_deadline_s": _seconds,
     "buffer_bytes": _size,
     "cache_bytes": _size,
+    "write_behind_bytes": _size,
+    "write_behind_full": partial(_check_choice, "write_behind_full"),
     "use_flush_s": _seconds,
     "maintenance_interval_s": _seconds,
     "checkpoint_interval_s": _seconds,

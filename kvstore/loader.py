@@ -159,8 +159,8 @@ class BlockLoader:
             info = txn.segment(span.segment)
         if life is None or life.n <= offset or info is None:
             found = self._blocks.find(wanted.chain.blob, wanted.blocks, None, use=False)
-            until = found.blocks if found.exact >= wanted.exact else found.exact
-            return found.spans(until) if until > block else (), _CUT
+            lead = found.lead(wanted.exact)
+            return found.spans(lead) if lead > block else (), _CUT
         if is_unreadable(reason) and reason != "ENOENT":
             return (), reason
         with self._blocks.writing(self._reader.left(until)) as granted:

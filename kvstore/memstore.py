@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from duokv.kvstore.answers import Commit, PrefixHit
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.keys import BLOCK_TOKENS, BlockKeys, Media, Namespace, TokenIds, chain_keys, token_bytes
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.policy import Policy
 from duokv.kvstore.reader import Rows
-from duokv.kvstore.store import Blocks, Commit, PrefixHit
+from duokv.kvstore.staging import Blocks
 from duokv.kvstore.walk import MissReason
 
 Use = tuple[float, int]

@@ -7,9 +7,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from duokv.kvstore.buffers import BufferPool
+from duokv.kvstore.errors import UsageError
 from duokv.kvstore.reader import Rows
-from duokv.kvstore.record import Chain
+from duokv.kvstore.record import Chain, Row
 from duokv.kvstore.segment import Piece, SegmentWriter
 
 WRITE_BYTES = 4 << 20
@@ -42,6 +46,15 @@ class Chunk:
     last: bool
 
 
+def fill_rows(rows: Rows, sources: Sequence[Row] | Rows) -> None:
+    """Copy payloads into the heads of as many rows."""
+    if isinstance(sources, np.ndarray):
+        rows[:, : sources.shape[1]] = sources
+    else:
+        for row, source in zip(rows, sources, strict=True):
+            row[: source.nbytes] = source
+
+
 class SlotsNotWritten(Exception):  # noqa: N818  says what happened
     """Writing a chunk failed, for `reason`; none after it was begun."""
 
@@ -51,6 +64,8 @@ class SlotsNotWritten(Exception):  # noqa: N818  says what happened
         self.reason = reason
 
 
+Blocks = npt.NDArray[np.uint8] | Sequence[memoryview | bytes | npt.NDArray[np.uint8]]
+"""`[n, payload_bytes]` (or wider) uint8, or one buffer of payload_bytes per block."""
 Step = Callable[[Chunk, Rows], None]
 _Outcome = tuple[Chunk, BaseException | None]
 
@@ -156,3 +171,19 @@ def _raise_for(outcome: _Outcome) -> None:
         raise SlotsNotWritten(chunk, error) from error
     if error is not None:
         raise error
+
+
+def payload_views(blocks: Blocks, payload_bytes: int, first_block: int) -> Sequence[Row] | Rows:
+    """A view of each block's payload; UsageError for one that is too short. first_block: what to call the first one."""
+    if isinstance(blocks, np.ndarray) and blocks.ndim == 2 and blocks.dtype == np.uint8:
+        for block in blocks[:1]:
+            _payload_view(block, payload_bytes, first_block)
+        return blocks[:, :payload_bytes]
+    return [_payload_view(block, payload_bytes, first_block + j) for j, block in enumerate(blocks)]
+
+
+def _payload_view(block: memoryview | bytes | npt.NDArray[np.uint8], payload_bytes: int, number: int) -> Row:
+    view = np.frombuffer(block, np.uint8) if not isinstance(block, np.ndarray) else block.reshape(-1).view(np.uint8)
+    if view.nbytes < payload_bytes:
+        raise UsageError(f"commit: block {number} has {view.nbytes} bytes; this geometry's blocks have {payload_bytes}")
+    return view[:payload_bytes]

@@ -6,16 +6,15 @@ import errno
 import functools
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, closing
 
 import lmdb
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from duokv.kvstore.answers import Commit, PrefixHit, StoreStats
 from duokv.kvstore.backend import Backend
-from duokv.kvstore.blockcache import BlockCache, CacheStats
+from duokv.kvstore.blockcache import BlockCache
 from duokv.kvstore.blockstore import BlockStore
 from duokv.kvstore.buffers import BufferPool, Lent, Pin
 from duokv.kvstore.checkpoint import Checkpointer
@@ -42,62 +41,13 @@ from duokv.kvstore.metrics import Counters, RequestIds
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.reader import BlockReader, Rows
 from duokv.kvstore.record import BlockCodec, Chain, Row
-from duokv.kvstore.staging import Payload
-from duokv.kvstore.swa import SwaArena, SwaStats, SwaWindow
-from duokv.kvstore.walk import Found, MissReason
+from duokv.kvstore.staging import Blocks, Payload, fill_rows, payload_views
+from duokv.kvstore.swa import SwaArena, SwaWindow
+from duokv.kvstore.walk import Committed, Found
+from duokv.kvstore.writebehind import Pending, WriteBehind, coming
 
-Blocks = npt.NDArray[np.uint8] | Sequence[memoryview | bytes | npt.NDArray[np.uint8]]
-"""`[n, payload_bytes]` (or wider) uint8, or one buffer of payload_bytes per block."""
 _JUMP_S = 60.0
 _LONGEST_PIN_S = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """What the index holds of a prompt. A value: it locks and pins nothing.
-
-    tokens: leading tokens stored, a multiple of 128, less than the prompt's length so that a row is left to compute.
-    keys: their block keys. miss_reason: why the next block is no hit, None when the hit is as long as it can be.
-    exact_tokens: how many of the leading tokens are of exact origin. Loading them never gives approximate blocks, even
-        if those have taken their place since.
-    """
-
-    tokens: int
-    keys: BlockKeys
-    miss_reason: MissReason | None
-    traffic: str
-    exact_tokens: int
-    _found: Found = field(repr=False, default=Found((), 0, None))
-    _ids: bytes | memoryview = field(repr=False, default=b"")
-    _root: bytes = field(repr=False, default=b"")
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A commit's outcome in blocks: written, present already, dropped (no room, or a failing backend)."""
-
-    new: int
-    present: int
-    dropped: int
-    _flush: Callable[[], None] = field(repr=False)
-
-    def wait_durable(self) -> None:
-        """Return once the new blocks survive power loss; OSError if the backend cannot promise it."""
-        self._flush()
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Sizes now (blocks, bytes) and counts since this process opened the store."""
-
-    blocks: int
-    extents: int
-    segments: int
-    physical_bytes: int
-    index_bytes: int
-    cache: CacheStats
-    windows: SwaStats
-    counts: dict[str, int]
 
 
 class KVStore:
@@ -132,6 +82,11 @@ class KVStore:
         self._reader = BlockReader(
             backend, threads=config.read_threads, slot_bytes=geometry.slot_bytes, monotonic=Clock().monotonic
         )
+        self._behind = WriteBehind(
+            blocks=self.blocks, write=self._write_pending, emit=events.emit, pool=self._pool,
+            slot_bytes=geometry.slot_bytes, capacity_bytes=config.write_behind_bytes,
+            waits=config.write_behind_full == "wait",
+        ) if config.write_behind_bytes else None  # fmt: skip
         self.cache = BlockCache(capacity_bytes=config.cache_bytes, slot_bytes=geometry.slot_bytes)
         self._loader = BlockLoader(
             index=index, blocks=self.blocks, reader=self._reader, cache=self.cache, codec=self._codec, emit=events.emit
@@ -171,17 +126,25 @@ class KVStore:
         root = ns.root()
         blocks = max(0, length - 1) // BLOCK_TOKENS
         parts = check_media(media)
+        # Asked first: what is missing here was stored before the index is asked.
+        waiting: tuple[Pending, ...] = self._behind.pending if self._behind is not None else ()
         blob = chain_blob(root, ids, min(1, blocks), parts)
-        if blocks > 1 and self.blocks.may_begin(blob):
+        if blocks > 1 and (waiting or self.blocks.may_begin(blob)):
             blob = chain_blob(root, ids, blocks, parts)
         blocks = len(blob) // KEY_BYTES
-        found = self.blocks.find(blob, blocks, traffic, exact_only=require is Origin.EXACT)
-        hit = found.blocks * BLOCK_TOKENS
+        exact_only = require is Origin.EXACT
+        found = self.blocks.find(blob, blocks, traffic, exact_only=exact_only)
+        there = coming(waiting, blob, found.blocks, blocks, exact_only=exact_only)
+        end = there.end
+        exact = there.exact if found.exact == found.blocks else found.exact
+        reason = None if end == blocks else "approx" if there.approx else found.reason or "absent"
+        if self._behind is not None and there.pending:
+            self._behind.use(there.pending[-1], blob, end, traffic)
+        hit = end * BLOCK_TOKENS
         name = traffic or self.blocks.default_class
-        self.events.emit(PrefixLookedUp(name, hit, length - hit, found.reason, self._looked_up.seen(request_id)))
-        keys = BlockKeys(blob[: found.blocks * KEY_BYTES])
-        exact = found.exact * BLOCK_TOKENS
-        return PrefixHit(hit, keys, found.reason, name, exact, found, ids, root)
+        self.events.emit(PrefixLookedUp(name, hit, length - hit, reason, self._looked_up.seen(request_id)))
+        keys = BlockKeys(blob[: end * KEY_BYTES])
+        return PrefixHit(hit, keys, reason, name, exact * BLOCK_TOKENS, found, there.pending, ids, root)
 
     def load(self, hit: PrefixHit, out: Rows, *, first_block: int = 0, deadline_s: float | None = None) -> int:
         """Read blocks `first_block`.. of a hit into `out` and return how many leading rows hold verified blocks.
@@ -210,13 +173,35 @@ class KVStore:
                 f"load: out is {out.dtype} of shape {out.shape} from block {first_block}; "
                 f"give writable uint8 rows of {self.geometry.slot_bytes} bytes, as buffers(n) lends them"
             )
-        found = hit._found
-        exact = min(found.exact, blocks)
-        chain = Chain(hit._root, hit.keys.blob, hit._ids)
-        wanted = Wanted(chain, blocks, first_block, found.spans(blocks), exact)
         seconds = self.config.read_deadline_s if deadline_s is None else deadline_s
+        until = self._reader.after(seconds)
+        stored = self._stream(hit, hit._found, min(hit._found.blocks, blocks), first_block, out, seconds)
+        return self._stream_all(hit, stored, blocks, first_block, out, until) if hit._pending else stored
+
+    def _stream(
+        self, hit: PrefixHit, found: Found, blocks: int, first: int, out: Rows, seconds: float
+    ) -> Generator[int, None, None]:
+        exact = min(hit.exact_tokens // BLOCK_TOKENS, blocks)
+        chain = Chain(hit._root, hit.keys.blob, hit._ids)
+        wanted = Wanted(chain, blocks, first, found.spans(min(blocks, found.lead(exact))), exact)
         own = out.shape[1] == self.geometry.slot_bytes and out.flags.c_contiguous
         return self._loader.stream(wanted, out, self._pool.owns(out) if own else None, seconds)
+
+    def _stream_all(
+        self, hit: PrefixHit, stored: Generator[int, None, None], blocks: int, first: int, out: Rows, until: float
+    ) -> Generator[int, None, None]:
+        """Stream what is stored, then what was not when it was looked up, once that is."""
+        lead = 0
+        with closing(stored):
+            for lead in stored:
+                yield lead
+        short = first + lead < min(hit._found.blocks, blocks)
+        if short or not all(pending.done.wait(self._reader.left(until)) for pending in hit._pending):
+            return
+        found = self.blocks.find(hit.keys.blob, len(hit.keys), None, use=False)
+        with closing(self._stream(hit, found, blocks, first + lead, out[lead:], self._reader.left(until))) as rest:
+            for more in rest:
+                yield lead + more
 
     def buffers(self, n: int) -> Lent:
         """Lend uint8 `[n, slot_bytes]` (`.rows`), page-aligned, touched, perhaps pinned. Release them after use."""
@@ -230,6 +215,8 @@ class KVStore:
 
         All stored blocks before them are renewed as well. A block whose parent is neither stored nor given is dropped.
         The blocks are copied before this returns and can be looked up at once; they are durable after `wait_durable`.
+        With `write_behind_bytes` nothing is written yet: blocks counted as new may come to be dropped, as
+        `wait_durable` says.
         """
         self._check_open()
         ids = token_bytes(tokens)
@@ -240,28 +227,42 @@ class KVStore:
                 f"commit: blocks [{first_block}, {total}) of a prompt of {len(ids) // 4} tokens; "
                 f"it has {len(ids) // TOKEN_BYTES} whole blocks"
             )
-        sources = _payloads(blocks, self.geometry.payload_bytes, first_block)
+        sources = payload_views(blocks, self.geometry.payload_bytes, first_block)
         if self._pool.spoiled([sources] if isinstance(sources, np.ndarray) else sources):
             raise UsageError("commit: a late read may write into these rows; release them and fill others")
         root = ns.root()
-        blob = chain_blob(root, ids, total, check_media(media))
-        payload_bytes = self.geometry.payload_bytes
+        chain = Chain(root, chain_blob(root, ids, total, check_media(media)), ids)
+        if self._behind is not None:
+            done, pending = self._behind.take(chain, first_block, total, traffic, origin, sources)
+            wait = self.flush if pending is None else functools.partial(self._wait_written, pending)
+        else:
+            wait = functools.partial(self._wait_durable, self.blocks.space.given_up)
+            done = self._write(chain, first_block, total, traffic, origin, sources)
+        return Commit(done.new, done.present, done.dropped, wait)
 
+    def _write(
+        self, chain: Chain, first: int, total: int, traffic: str | None, origin: Origin, sources: Sequence[Row] | Rows
+    ) -> Committed:
         def fill(block: int, rows: Rows) -> None:
-            wanted = sources[block - first_block : block - first_block + len(rows)]
-            if isinstance(wanted, np.ndarray):
-                rows[:, :payload_bytes] = wanted
-            else:
-                for row, source in zip(rows, wanted, strict=True):
-                    row[:payload_bytes] = source
+            fill_rows(rows, sources[block - first : block - first + len(rows)])
 
-        given_up = self.blocks.space.given_up
         with self.cache.intake() as intake:
-            payload = Payload(fill, Chain(root, blob, ids), functools.partial(intake.copy, blob))
-            done = self.blocks.commit(blob, total, traffic, first=first_block, payload=payload, origin=origin)
+            payload = Payload(fill, chain, functools.partial(intake.copy, chain.blob))
+            done = self.blocks.commit(chain.blob, total, traffic, first=first, payload=payload, origin=origin)
             if done.new:
                 intake.publish()
-        return Commit(done.new, done.present, done.dropped, functools.partial(self._wait_durable, given_up))
+        return done
+
+    def _write_pending(self, pending: Pending) -> Committed:
+        pending.given_up = self.blocks.space.given_up
+        rows = pending.lent.rows[:, : self.geometry.payload_bytes]
+        return self._write(pending.chain, pending.first, pending.total, pending.traffic, pending.origin, rows)
+
+    def _wait_written(self, pending: Pending) -> None:
+        pending.done.wait()
+        if not pending.is_whole:
+            raise OSError(errno.EIO, "blocks of this commit were not stored: no room, or a failing backend")
+        self._wait_durable(pending.given_up)
 
     def _wait_durable(self, given_up: int) -> None:
         self.flush()
@@ -273,6 +274,8 @@ class KVStore:
         self._check_open()
         if not 0 <= ttl_s <= _LONGEST_PIN_S:
             raise UsageError(f"pin: ttl of {ttl_s} s; give 0 to {_LONGEST_PIN_S:.0f} seconds")
+        if self._behind is not None:
+            self._behind.drain()
         return self.blocks.pin(keys.blob, len(keys), ttl_s)
 
     # -- SWA KV ------------------------------------------------------------------------------------------------------
@@ -310,6 +313,8 @@ class KVStore:
     def flush(self) -> None:
         """Make all commits so far survive power loss. OSError if that fails: that segment's blocks are given up."""
         self._check_open()
+        if self._behind is not None:
+            self._behind.drain()
         self.blocks.flush()
 
     def stats(self) -> StoreStats:
@@ -330,6 +335,8 @@ class KVStore:
             self._closed.set()
         if self._thread is not None:
             self._thread.join()
+        if self._behind is not None:
+            self._behind.close()
         self._reader.close()
         with self._held as held:
             held.callback(self._close_index)
@@ -359,19 +366,3 @@ class KVStore:
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise StoreError("store: closed; open it again")
-
-
-def _payloads(blocks: Blocks, payload_bytes: int, first_block: int) -> Sequence[Row] | Rows:
-    """A view of each block's payload."""
-    if isinstance(blocks, np.ndarray) and blocks.ndim == 2 and blocks.dtype == np.uint8:
-        for block in blocks[:1]:
-            _payload_view(block, payload_bytes, first_block)
-        return blocks[:, :payload_bytes]
-    return [_payload_view(block, payload_bytes, first_block + j) for j, block in enumerate(blocks)]
-
-
-def _payload_view(block: memoryview | bytes | npt.NDArray[np.uint8], payload_bytes: int, number: int) -> Row:
-    view = np.frombuffer(block, np.uint8) if not isinstance(block, np.ndarray) else block.reshape(-1).view(np.uint8)
-    if view.nbytes < payload_bytes:
-        raise UsageError(f"commit: block {number} has {view.nbytes} bytes; this geometry's blocks have {payload_bytes}")
-    return view[:payload_bytes]

@@ -31,6 +31,10 @@ class Found(msgspec.Struct, frozen=True):
     reason: MissReason | None
     exact: int = 0
 
+    def lead(self, exact: int) -> int:
+        """The leading blocks that may serve who was promised that so many are exact."""
+        return self.blocks if self.exact >= exact else self.exact
+
     def spans(self, until: int | None = None) -> tuple[Span, ...]:
         """Where the blocks are, or those before block `until`."""
         spans = []

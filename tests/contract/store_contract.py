@@ -22,12 +22,13 @@ import pytest
 from store_kit import GEOMETRY, NS, SLOT, Hands, check_space, config, open_test_store, payloads, prompt
 
 from duokv.connectors.fs_faulty import Fail, Fault, FaultyBackend, Kind
+from duokv.kvstore.answers import PrefixHit
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import StoreError
 from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.store import KVStore, PrefixHit
+from duokv.kvstore.store import KVStore
 
 OpenPlace = Callable[[str], Backend]
 Path_ = tuple[int, ...]

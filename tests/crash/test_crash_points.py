@@ -32,13 +32,14 @@ from store_kit import (
 
 from duokv.connectors.fs_faulty import FaultyBackend, Stall
 from duokv.connectors.fs_memory import MemoryBackend
+from duokv.kvstore.answers import Commit
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.extent import PREFIX_BYTES
 from duokv.kvstore.index import WriteTxn
 from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.store import Commit, KVStore
+from duokv.kvstore.store import KVStore
 
 AGENT = (0,) * 8
 BRANCH = (0, 0, 0, 1, 1, 1, 1)

@@ -32,12 +32,13 @@ from store_kit import (
 
 from duokv.connectors.fs_faulty import Corrupt, Fail, FaultyBackend, Kind
 from duokv.connectors.fs_memory import MemoryBackend
+from duokv.kvstore.answers import Commit
 from duokv.kvstore.errors import UsageError
 from duokv.kvstore.events import Degraded
 from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.store import Commit, KVStore
+from duokv.kvstore.store import KVStore
 
 TRUNK = (0,) * 7
 BRANCH = (0, 0, 1, 1)

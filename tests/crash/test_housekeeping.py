@@ -27,12 +27,12 @@ from store_kit import (
 from duokv.connectors.fs_faulty import Fail, FaultyBackend, Stall
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore import ClassRule, KVStore, Origin, Policy, lives
+from duokv.kvstore.answers import Commit
 from duokv.kvstore.index import IndexTxn, WriteTxn
 from duokv.kvstore.inspection import operate_store
 from duokv.kvstore.opening import open_store
 from duokv.kvstore.operation import evict, plan_expired
 from duokv.kvstore.reclaim import VictimQueue
-from duokv.kvstore.store import Commit
 from duokv.kvstore.verification import verify
 
 

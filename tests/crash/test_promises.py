@@ -15,6 +15,7 @@ from store_kit import GEOMETRY, NS, SLOT, Hands, config, die, open_test_store, p
 
 from duokv.connectors.fs_faulty import Fail, FaultyBackend
 from duokv.connectors.fs_memory import MemoryBackend
+from duokv.kvstore.answers import Commit
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.errors import StoreError
 from duokv.kvstore.events import Degraded
@@ -23,7 +24,7 @@ from duokv.kvstore.indexfile import BootMark
 from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.segment import SegmentWriter
-from duokv.kvstore.store import Commit, KVStore
+from duokv.kvstore.store import KVStore
 
 Path_ = tuple[int, ...]
 

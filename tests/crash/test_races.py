@@ -26,8 +26,9 @@ from store_kit import (
 
 from duokv.connectors.fs_faulty import FaultyBackend, Stall
 from duokv.connectors.fs_memory import MemoryBackend
+from duokv.kvstore.answers import Commit
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.store import Commit, KVStore
+from duokv.kvstore.store import KVStore
 
 A = (0, 0, 0, 0)
 LONG = (*A, 0, 0, 0)

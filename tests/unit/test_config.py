@@ -57,6 +57,8 @@ def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
         read_deadline_s = "500ms"
         buffer_bytes = "1GB"
         cache_bytes = "2GiB"
+        write_behind_bytes = "64MiB"
+        write_behind_full = "drop"
         use_flush_s = "0s"
         maintenance_interval_s = "1m"
         checkpoint_interval_s = "5m"
@@ -82,6 +84,8 @@ def test_every_setting_can_be_given_in_the_file(tmp_path: Path) -> None:
         read_deadline_s=0.5,
         buffer_bytes=10**9,
         cache_bytes=2 << 30,
+        write_behind_bytes=64 << 20,
+        write_behind_full="drop",
         use_flush_s=0.0,
         maintenance_interval_s=60.0,
         checkpoint_interval_s=300.0,

@@ -14,10 +14,10 @@ from store_kit import GEOMETRY, NS, SLOT, Hands, check_space, config, die, open_
 
 from duokv.connectors.fs_faulty import Corrupt, Fail, FaultyBackend, Stall
 from duokv.connectors.fs_memory import MemoryBackend
+from duokv.kvstore.answers import PrefixHit
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.events import BlockQuarantined, BlocksLoaded
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.store import PrefixHit
 
 PATH = (0,) * 8
 SHORT = PATH[:3]
