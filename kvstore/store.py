@@ -129,7 +129,7 @@ class KVStore:
         # Asked first: what is missing here was stored before the index is asked.
         waiting: tuple[Pending, ...] = self._behind.pending if self._behind is not None else ()
         blob = chain_blob(root, ids, min(1, blocks), parts)
-        if blocks > 1 and (waiting or self.blocks.may_begin(blob)):
+        if blocks > 1 and (coming(waiting, blob, 0, 1).end or self.blocks.may_begin(blob)):
             blob = chain_blob(root, ids, blocks, parts)
         blocks = len(blob) // KEY_BYTES
         exact_only = require is Origin.EXACT
