@@ -204,7 +204,8 @@ class Simulation:
         # The virtual clock passes seconds between two requests, so a flush a second would be one a request.
         config = StoreConfig(
             capacity=options.capacity, capacity_blocks=options.capacity_blocks, swa_bytes=0, fsync="none",
-            maintenance_interval_s=0, use_flush_s=3600.0, seed_policy=options.policy, read_deadline_s=60.0,
+            maintenance_interval_s=0, checkpoint_interval_s=0, use_flush_s=3600.0, seed_policy=options.policy,
+            read_deadline_s=60.0,
         )  # fmt: skip
         if options.payload == "none":
             backend = MemoryBackend(metadata_only=True)
