@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -32,11 +33,13 @@ class Transfer(Protocol):
         """Write row i's leading bytes into slot index[i], nowhere if that is -1.
 
         index: int32 or int64 [n] on the host, each slot at most once. rows: uint8 [n, at least a slot's bytes] on the
-        host; they may change when this returns. What a device is given after it finds the slots written.
+        host; they may change when this returns. What the caller's current stream is given after it finds the slots
+        written.
         """
 
     def get(self, index: Tensor, rows: Tensor) -> None:
-        """Read slot index[i] into row i, zeros for -1, as of what a device was given before; it is there on return.
+        """Read slot index[i] into row i, zeros for -1, as of what the caller's current stream was given before; it is
+        there on return.
 
         index, rows: as in `put`. What rows have beyond a slot's bytes is undefined afterwards.
         """
@@ -65,7 +68,7 @@ class HostTransfer:
 
 
 class Queue(Protocol):
-    """Work on a device in the order in which it is given; all but `wait` returns at once."""
+    """Work on a device, done in the order in which it is given; what `mark` returns waits, all else returns at once."""
 
     def stage(self, nbytes: int) -> tuple[Tensor, Tensor]:
         """New memory, uint8 [nbytes] each: pinned on the host, and on the device."""
@@ -74,7 +77,7 @@ class Queue(Protocol):
         """Whether the device can copy straight from and to these rows on the host."""
 
     def begin(self, index: Tensor) -> Tensor:
-        """Let what follows come after all that the device was given elsewhere; return the index's copy there."""
+        """Let what follows come after all that the current stream was given; return the index's copy on the device."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy between stages, or reached rows, of equal shape."""
@@ -89,7 +92,7 @@ class Queue(Protocol):
         """Return what waits until all that was given until now is done."""
 
     def end(self) -> None:
-        """Let what the device is given elsewhere from now on come after all that was given here."""
+        """Let what the current stream is given from now on come after all that was given here."""
 
 
 @dataclass(slots=True)
@@ -212,7 +215,8 @@ class CudaQueue:
         """See `Queue.begin`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            return index.to(self._device)
+            # From pageable memory it would wait for all that the stream waits for.
+            return index.pin_memory().to(self._device, non_blocking=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """See `Queue.copy`."""
@@ -240,10 +244,11 @@ class CudaQueue:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-def pin(memory: memoryview) -> Callable[[], None]:
+def pin_memory(memory: memoryview) -> Callable[[], None]:
     """Pin host memory for CUDA and return what undoes it; where CUDA refuses, say so and leave the memory as it is.
 
-    For `open_store(pin=...)`: rows that the store lends then need no stage. memory: contiguous, on page boundaries.
+    For `open_store(pin_memory=...)`: rows that the store lends then need no stage. memory: contiguous, on page
+    boundaries.
     """
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -251,5 +256,8 @@ def pin(memory: memoryview) -> Callable[[], None]:
     if refused:
         said = "%d bytes of host memory are not pinned, CUDA error %d; copies from and to them take longer"
         _logger.warning(said, memory.nbytes, refused)
+        # The error waits for the next launch to be raised by it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         return lambda: None
     return partial(runtime.cudaHostUnregister, tensor.data_ptr())

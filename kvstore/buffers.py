@@ -73,18 +73,18 @@ def _size_class(nbytes: int) -> int:
     return -(-pages // step) * step * PAGE
 
 
-Pin = Callable[[memoryview], Callable[[], None]]
+PinMemory = Callable[[memoryview], Callable[[], None]]
 """Pins memory for a device and returns what undoes it, which is called before the memory goes."""
 
 
 class _Region:
     """A piece of memory and the number of handles on it."""
 
-    def __init__(self, nbytes: int, pin: Pin | None) -> None:
+    def __init__(self, nbytes: int, pin_memory: PinMemory | None) -> None:
         memory = aligned(nbytes)
-        if pin is not None:
+        if pin_memory is not None:
             # Not at exit: the device may be gone by then.
-            weakref.finalize(self, pin(memory)).atexit = False
+            weakref.finalize(self, pin_memory(memory)).atexit = False
         self.bytes = np.frombuffer(memory, np.uint8)
         self.start = _start(self.bytes)
         self.holders = 0
@@ -132,14 +132,14 @@ class Lent:
 class BufferPool:
     """Lends page-aligned rows and keeps at most `cap_bytes` of idle memory for the next borrowers. Thread-safe.
 
-    A request beyond the cap is served all the same, from memory that is not kept. pin: applied to all of it.
+    A request beyond the cap is served all the same, from memory that is not kept. pin_memory: applied to all of it.
     """
 
-    def __init__(self, cap_bytes: int, pin: Pin | None = None) -> None:
+    def __init__(self, cap_bytes: int, pin_memory: PinMemory | None = None) -> None:
         if cap_bytes < 0:
             raise UsageError(f"buffer pool of {cap_bytes} bytes: negative; 0 keeps nothing")
         self._cap_bytes = cap_bytes
-        self._pin = pin
+        self._pin_memory = pin_memory
         self._lock = threading.Lock()
         self._idle: OrderedDict[int, _Region] = OrderedDict()
         self._idle_bytes = 0
@@ -155,7 +155,7 @@ class BufferPool:
         if n < 0 or row_bytes <= 0:
             raise UsageError(f"buffer of {n} rows of {row_bytes} bytes: give n >= 0 and row_bytes > 0")
         wanted = _size_class(n * row_bytes)
-        region = self._reuse(wanted) or _Region(wanted, self._pin)
+        region = self._reuse(wanted) or _Region(wanted, self._pin_memory)
         lent = Lent(self, region, region.bytes[: n * row_bytes].reshape(n, row_bytes))
         with self._lock:
             region.holders = 1
@@ -198,6 +198,8 @@ class BufferPool:
             return Lent(self, region, lent.rows)
 
     def _take_back(self, lent: Lent) -> None:
+        # Outlives the lock: what memory was pinned for may take its time to let go of it.
+        gone: list[_Region] = []
         with self._lock:
             region, lent._region = lent._region, None
             if region is None:
@@ -210,8 +212,8 @@ class BufferPool:
             self._idle[region.start] = region
             self._idle_bytes += region.bytes.nbytes
             while self._idle_bytes > self._cap_bytes:
-                _, oldest = self._idle.popitem(last=False)
-                self._idle_bytes -= oldest.bytes.nbytes
+                gone.append(self._idle.popitem(last=False)[1])
+                self._idle_bytes -= gone[-1].bytes.nbytes
 
 
 class Stage:

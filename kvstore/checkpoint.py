@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,29 +18,61 @@ from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 LIVES_FILE = "lives.ckpt"
 _WRITTEN = b"checkpoint"
 _WRITTEN_AT = struct.Struct("<dQ")
-# wall seconds, the index's version with this record; 0 if the checkpoint could not be written
+# wall seconds when one was begun, the index's version that it speaks for; 0 until it is written
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All lives at a moment by place, the slots published by then in each segment, and the next segment's number."""
+    """All lives at a moment by place, rising; of each segment the slots published by then, and whether it was sealed.
+
+    next_segment: the number of the segment after the last one.
+    """
 
     next_segment: int = 0
     used: dict[int, int] = field(default_factory=dict)
     lives: dict[int, Life] = field(default_factory=dict)
+    sealed: frozenset[int] = frozenset()
+    _places: tuple[int, ...] = ()
+    _firsts: dict[bytes, Life] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, next_segment: int, used: dict[int, int], lives: Iterable[tuple[int, Life]], sealed: Iterable[int]
+    ) -> Checkpoint:
+        """Make it findable."""
+        by_place = dict(sorted(lives))
+        firsts = {life.first: life for life in by_place.values()}
+        return cls(next_segment, used, by_place, frozenset(sealed), tuple(by_place), firsts)
 
     def seen(self, segment: int) -> int:
         """How many slots of a segment it speaks for: what lies in them and is not listed was dropped by then."""
         return self.used.get(segment, 0 if segment >= self.next_segment else 1 << 32)
 
+    def overlapping(self, place: int, end: int) -> Iterator[tuple[int, Life]]:
+        """(place, life) of the extents that have a slot in [place, end)."""
+        at = max(0, bisect_right(self._places, place) - 1)
+        while at < len(self._places) and (listed := self._places[at]) < end:
+            life = self.lives[listed]
+            if listed + life.n > place:
+                yield listed, life
+            at += 1
 
-_Checkpoint = tuple[int, dict[int, int], list[tuple[int, bytes]]]
+    def of_first(self, first: bytes, chain_pos: int) -> Life | None:
+        """The life of the extent that began with this block, wherever it lay."""
+        life = self._firsts.get(first)
+        return life if life is not None and life.chain_pos == chain_pos else None
+
+
+_Checkpoint = tuple[int, dict[int, int], list[tuple[int, bytes]], list[int]]
 
 
 def write_lives(backend: Backend, txn: IndexTxn) -> None:
     """Write all lives as a transaction sees them. OSError."""
-    used = {number: info.used for number, info in txn.segments()}
-    backend.write_file(LIVES_FILE, msgspec.msgpack.encode((txn.peek_segment(), used, list(txn.raw_lives()))))
+    segments = txn.segments()
+    used = {number: info.used for number, info in segments}
+    sealed = [number for number, info in segments if info.sealed]
+    whole: _Checkpoint = (txn.peek_segment(), used, list(txn.raw_lives()), sealed)
+    backend.write_file(LIVES_FILE, msgspec.msgpack.encode(whole))
 
 
 def read_lives(backend: Backend) -> Checkpoint | None:
@@ -48,8 +81,8 @@ def read_lives(backend: Backend) -> Checkpoint | None:
     if raw is None:
         return None
     try:
-        following, used, rows = msgspec.msgpack.decode(raw, type=_Checkpoint)
-        return Checkpoint(following, used, {place: Life.decode(life) for place, life in rows})
+        following, used, rows, sealed = msgspec.msgpack.decode(raw, type=_Checkpoint)
+        return Checkpoint.of(following, used, ((place, Life.decode(life)) for place, life in rows), sealed)
     except (msgspec.MsgspecError, struct.error, ValueError):
         return None
 
@@ -80,16 +113,21 @@ class Checkpointer:
             # Another process may have taken it on meanwhile.
             if not self._is_due(txn):
                 return
-            self._note(txn, txn.snapshot + 1)
+            begun = self._note(txn, self._clock.wall(), 0)
         with self._index.read() as txn:
-            written = self._write(txn)
-        if not written:
+            written, version = self._write(txn), txn.snapshot
+        if written:
             with self._index.write() as txn:
-                self._note(txn, 0)
+                noted = txn.meta(_WRITTEN) or begun
+                if noted == begun and txn.snapshot == version:
+                    self._note(txn, _WRITTEN_AT.unpack(begun)[0], version + 1)
+                elif noted != begun:
+                    # This one, which is older, may have come over another's.
+                    self._note(txn, _WRITTEN_AT.unpack(noted)[0], 0)
 
     def close(self, txn: WriteTxn) -> None:
         """Write the last one of this process, as `txn` sees it."""
-        self._note(txn, txn.snapshot + 1 if self._write(txn) else 0)
+        self._note(txn, self._clock.wall(), txn.snapshot + 1 if self._write(txn) else 0)
 
     def _is_due(self, txn: IndexTxn) -> bool:
         raw = txn.meta(_WRITTEN)
@@ -99,8 +137,10 @@ class Checkpointer:
         # A clock that went back must not put it off.
         return txn.snapshot != version and not 0 <= self._clock.wall() - at_s < self._interval_s
 
-    def _note(self, txn: WriteTxn, version: int) -> None:
-        txn.put_meta(_WRITTEN, _WRITTEN_AT.pack(self._clock.wall(), version))
+    def _note(self, txn: WriteTxn, at_s: float, version: int) -> bytes:
+        noted = _WRITTEN_AT.pack(at_s, version)
+        txn.put_meta(_WRITTEN, noted)
+        return noted
 
     def _write(self, txn: IndexTxn) -> bool:
         try:

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from duokv.kvstore.backend import Backend
-from duokv.kvstore.buffers import Pin
+from duokv.kvstore.buffers import PinMemory
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import StoreError, UsageError, nearest
@@ -48,14 +48,14 @@ class Manifest(msgspec.Struct, frozen=True):
 def open_store(
     url: str, *, geometry: CacheGeometry | str | None = None, config: StoreConfig | None = None,
     clock: Clock | None = None, backend: Backend | None = None, create: bool = True, boot_id: str | None = None,
-    pin: Pin | None = None,
+    pin_memory: PinMemory | None = None,
 ) -> KVStore:  # fmt: skip
     """Open the store at `url`, making it if there is none and `create` says so.
 
     url: "file:///path" (or a path), "memory://", or a scheme a backend package registers. geometry: a preset's name or
-    a value; None takes the store's own. config: see StoreConfig; its policy only seeds a new store. pin: pins memory
-    before it is lent, as `duokv.kernels.transfer.pin` does for a GPU. clock, backend and boot_id are for tests and
-    composition. StoreError or UsageError, each one line, if it cannot be opened as asked.
+    a value; None takes the store's own. config: see StoreConfig; its policy only seeds a new store. pin_memory: is given
+    what is about to be lent, `duokv.kernels.transfer.pin_memory` pins it for a GPU. clock, backend and boot_id are for
+    tests and composition. StoreError or UsageError, each one line, if it cannot be opened as asked.
     """
     config = config or StoreConfig()
     clock = clock or Clock()
@@ -93,7 +93,7 @@ def open_store(
         store = KVStore(
             backend=backend, index=index, geometry=actual, config=config, clock=clock, events=events,
             writer_id=writer_id, held=held, close_index=partial(_close_index, BootMark(place.folder), index, backend),
-            pin=pin,
+            pin_memory=pin_memory,
         )  # fmt: skip
         opening.release()
         undo.pop_all()

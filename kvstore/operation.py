@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from duokv.kvstore.backend import FileInfo
-from duokv.kvstore.checkpoint import read_lives, write_lives
+from duokv.kvstore.checkpoint import Checkpoint, read_lives, write_lives
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import DuoKVError, StoreError, UsageError, nearest
@@ -288,9 +288,9 @@ def _judge(view: StoreView) -> None:
 
 
 def _known_lives(view: StoreView) -> dict[int, Life]:
-    """All that the checkpoint and the old index, if it can be read, say of lives."""
-    checkpoint = read_lives(view.backend)
-    lives = dict(checkpoint.lives) if checkpoint else {}
+    """What the checkpoint says of lives in sealed segments, which are durable, and the old index, if it can be read."""
+    known = read_lives(view.backend) or Checkpoint()
+    lives = {place: life for place, life in known.lives.items() if place >> 32 in known.sealed}
     with suppress(StoreError), view.snapshot() as txn:
         if view.doubtful(txn) is None:
             lives |= dict(txn.lives())

@@ -260,20 +260,26 @@ class Recovery:
         done.segments += 1
 
     def _parts(self, stamp: int, extent: Extent, checkpoint: Checkpoint) -> Iterator[tuple[Extent, Life]]:
-        """What is left of an extent as it was stored: the parts the checkpoint lists, and all that is younger."""
+        """What is left of an extent as it was found: the parts the checkpoint lists, and all that is younger.
+
+        What is listed may be more than what was found: it may have been cut since, or lie around a slot that is lost.
+        """
         seen = checkpoint.seen(extent.segment) - extent.first_slot
-        known, place = checkpoint.lives.get, extent.place
-        for start in range(min(seen, extent.blocks)):
-            life = known(place + start)
-            if life is None:
-                continue
-            part = extent.rest(start)
-            if life.first == part.prefixes[:PREFIX_BYTES] and life.n <= part.blocks:
-                yield part, life
+        place, end = extent.place, extent.place + max(0, min(seen, extent.blocks))
+        for listed, life in checkpoint.overlapping(place, end):
+            first = max(listed, place)
+            part = extent.rest(first - place)
+            left = life.rest(first - listed, part.prefixes[:PREFIX_BYTES])
+            left.cut(min(end, listed + life.n) - first)
+            if left.chain_pos == part.chain_pos and (listed < place or life.first == left.first):
+                yield part, left
         if seen < extent.blocks:
             part = extent.rest(max(0, seen))
             life = Life.born(part.blocks, part.chain_pos, part.prefixes[:PREFIX_BYTES], part.class_id, stamp)
             life.use(part.class_id, life.n, stamp_of(self._now_s))
+            moved = checkpoint.of_first(life.first, life.chain_pos)
+            if moved is not None:
+                life.inherit(moved, 0)
             yield part, life
 
     def _present(self, file: FileInfo, extent: Extent, blocks: int) -> Runs:

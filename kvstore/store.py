@@ -6,7 +6,7 @@ import errno
 import functools
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 
 import lmdb
 import msgspec
@@ -16,12 +16,12 @@ from duokv.kvstore.answers import Commit, PrefixHit, StoreStats
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.blockcache import BlockCache
 from duokv.kvstore.blockstore import BlockStore
-from duokv.kvstore.buffers import BufferPool, Lent, Pin
+from duokv.kvstore.buffers import BufferPool, Lent, PinMemory
 from duokv.kvstore.checkpoint import Checkpointer
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.errors import StoreError, UsageError
-from duokv.kvstore.events import ClockJumped, Degraded, EventBus, PrefixLookedUp, RequestServed
+from duokv.kvstore.events import BlocksLoaded, ClockJumped, Degraded, EventBus, PrefixLookedUp, RequestServed
 from duokv.kvstore.geometry import CacheGeometry
 from duokv.kvstore.index import Index
 from duokv.kvstore.keys import (
@@ -39,7 +39,7 @@ from duokv.kvstore.keys import (
 from duokv.kvstore.loader import BlockLoader, Wanted
 from duokv.kvstore.metrics import Counters, RequestIds
 from duokv.kvstore.origin import Origin
-from duokv.kvstore.reader import BlockReader, Rows
+from duokv.kvstore.reader import LATE, BlockReader, Rows
 from duokv.kvstore.record import BlockCodec, Chain, Row
 from duokv.kvstore.staging import Blocks, Payload, fill_rows, payload_views
 from duokv.kvstore.swa import SwaArena, SwaWindow
@@ -60,7 +60,8 @@ class KVStore:
 
     def __init__(
         self, *, backend: Backend, index: Index, geometry: CacheGeometry, config: StoreConfig, clock: Clock,
-        events: EventBus, writer_id: str, held: ExitStack, close_index: Callable[[], None], pin: Pin | None = None,
+        events: EventBus, writer_id: str, held: ExitStack, close_index: Callable[[], None],
+        pin_memory: PinMemory | None = None,
     ) -> None:  # fmt: skip
         self.geometry = geometry
         self.config = config
@@ -74,7 +75,7 @@ class KVStore:
         self._close_index = close_index
         self._writer_id = writer_id
         self._codec = BlockCodec(geometry)
-        self._pool = BufferPool(config.buffer_bytes, pin)
+        self._pool = BufferPool(config.buffer_bytes, pin_memory)
         self.blocks = BlockStore(
             index=index, backend=backend, geometry=geometry, config=config, clock=clock, emit=events.emit,
             writer_id=writer_id, pool=self._pool,
@@ -175,33 +176,42 @@ class KVStore:
             )
         seconds = self.config.read_deadline_s if deadline_s is None else deadline_s
         until = self._reader.after(seconds)
-        stored = self._stream(hit, hit._found, min(hit._found.blocks, blocks), first_block, out, seconds)
-        return self._stream_all(hit, stored, blocks, first_block, out, until) if hit._pending else stored
+        own = out.shape[1] == self.geometry.slot_bytes and out.flags.c_contiguous
+        lent = self._pool.owns(out) if own else None
+        stored = min(hit._found.blocks, blocks)
+        steps = self._stream(hit, hit._found, stored, first_block, out, lent, seconds)
+        if stored == blocks:
+            return steps
+        return self._stream_all(hit, steps, blocks, first_block, out, None if lent is None else lent.retain(), until)
 
     def _stream(
-        self, hit: PrefixHit, found: Found, blocks: int, first: int, out: Rows, seconds: float
+        self, hit: PrefixHit, found: Found, blocks: int, first: int, out: Rows, lent: Lent | None, seconds: float
     ) -> Generator[int, None, None]:
         exact = min(hit.exact_tokens // BLOCK_TOKENS, blocks)
         chain = Chain(hit._root, hit.keys.blob, hit._ids)
         wanted = Wanted(chain, blocks, first, found.spans(min(blocks, found.lead(exact))), exact)
-        own = out.shape[1] == self.geometry.slot_bytes and out.flags.c_contiguous
-        return self._loader.stream(wanted, out, self._pool.owns(out) if own else None, seconds)
+        return self._loader.stream(wanted, out, lent, seconds)
 
     def _stream_all(
-        self, hit: PrefixHit, stored: Generator[int, None, None], blocks: int, first: int, out: Rows, until: float
-    ) -> Generator[int, None, None]:
-        """Stream what is stored, then what was not when it was looked up, once that is."""
-        lead = 0
-        with closing(stored):
-            for lead in stored:
-                yield lead
-        short = first + lead < min(hit._found.blocks, blocks)
-        if short or not all(pending.done.wait(self._reader.left(until)) for pending in hit._pending):
-            return
-        found = self.blocks.find(hit.keys.blob, len(hit.keys), None, use=False)
-        with closing(self._stream(hit, found, blocks, first + lead, out[lead:], self._reader.left(until))) as rest:
-            for more in rest:
-                yield lead + more
+        self, hit: PrefixHit, stored: Generator[int, None, None], blocks: int, first: int, out: Rows,
+        held: Lent | None, until: float,
+    ) -> Generator[int, None, None]:  # fmt: skip
+        """Stream what is stored, then what was on its way when it was looked up, once that is stored too."""
+        with held or nullcontext():
+            lead = 0
+            with closing(stored):
+                for lead in stored:
+                    yield lead
+            if first + lead < min(hit._found.blocks, blocks):
+                return
+            if not all(pending.done.wait(self._reader.left(until)) for pending in hit._pending):
+                self.events.emit(BlocksLoaded(0, blocks - first - lead, 0, LATE))
+                return
+            found = self.blocks.find(hit.keys.blob, len(hit.keys), None, use=False)
+            rest = self._stream(hit, found, blocks, first + lead, out[lead:], held, self._reader.left(until))
+            with closing(rest):
+                for more in rest:
+                    yield lead + more
 
     def buffers(self, n: int) -> Lent:
         """Lend uint8 `[n, slot_bytes]` (`.rows`), page-aligned, touched, perhaps pinned. Release them after use."""
@@ -254,7 +264,7 @@ class KVStore:
         return done
 
     def _write_pending(self, pending: Pending) -> Committed:
-        pending.given_up = self.blocks.space.given_up
+        assert pending.lent is not None
         rows = pending.lent.rows[:, : self.geometry.payload_bytes]
         return self._write(pending.chain, pending.first, pending.total, pending.traffic, pending.origin, rows)
 

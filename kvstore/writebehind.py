@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from duokv.kvstore.blockstore import BlockStore
 from duokv.kvstore.buffers import BufferPool, Lent
-from duokv.kvstore.errors import StoreError
+from duokv.kvstore.errors import StoreError, UsageError
 from duokv.kvstore.events import BlocksStored, Event, StoreFailed
 from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.origin import Origin
@@ -19,16 +21,14 @@ from duokv.kvstore.record import Chain, Row
 from duokv.kvstore.staging import fill_rows
 from duokv.kvstore.walk import Committed
 
-Use = tuple[bytes, int, str | None]
-"""(key blob, blocks, traffic class)."""
-
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A commit of blocks [first, total) of a chain. lent: their payloads, a row each.
+    """A commit of blocks [first, total) of a chain that was taken over.
 
-    given_up: how many segments had been given up when its writing began. uses: of lookups that found its blocks, to be
-    noted once they are stored.
+    lent: their payloads, a row each, until they are written. given_up: how many segments had been given up before.
+    needs: commits that bring what this one was told is present. uses: of lookups that found its blocks, to be noted
+    once they are stored: blocks by (key blob, traffic class). is_whole: whether all is stored, once `done` is set.
     """
 
     chain: Chain
@@ -36,27 +36,28 @@ class Pending:
     total: int
     traffic: str | None
     origin: Origin
-    lent: Lent
-    given_up: int = 0
+    lent: Lent | None
+    given_up: int
+    needs: tuple[Pending, ...] = ()
     outcome: Committed | None = None
-    uses: list[Use] = field(default_factory=list)
+    is_whole: bool = False
+    uses: dict[tuple[bytes, str | None], int] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of it is stored; once it is done."""
-        return self.outcome is not None and not self.outcome.dropped
+    def has(self, block: int, key: bytes) -> bool:
+        """Whether it brings this block of a chain."""
+        return self.first <= block < self.total and self.chain.blob.startswith(key, block * KEY_BYTES)
 
     def shared(self, blob: bytes, block: int, blocks: int) -> int:
-        """The block after the last one from `block` on that this has of a prompt's first `blocks`; `block` if none."""
-        mine, end = self.chain.blob, min(self.total, blocks)
+        """The block after the last one that this has of a prompt's first `blocks`, of which it has `block`."""
+        mine = self.chain.blob
 
         def differs(at: int) -> bool:
             key = slice(at * KEY_BYTES, (at + 1) * KEY_BYTES)
             return mine[key] != blob[key]
 
         # Chained keys: all before an equal one are equal.
-        return bisect_left(range(end), True, lo=block, key=differs) if self.first <= block < end else block
+        return bisect_left(range(min(self.total, blocks)), True, lo=block, key=differs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,10 @@ class WriteBehind:
         self._slot_bytes = slot_bytes
         self._capacity_bytes = capacity_bytes
         self._waits = waits
+        self._pid = os.getpid()
         self._changed = threading.Condition()
+        self._door = threading.Lock()
+        """Held by whoever waits for room, so that small commits do not go before a large one for ever."""
         self._bytes = 0
         self._queue: deque[Pending] = deque()
         self._thread: threading.Thread | None = None
@@ -102,44 +106,54 @@ class WriteBehind:
     ) -> tuple[Committed, Pending | None]:
         """Copy blocks [first, total) of a chain from the first absent one on, and take them over to be stored.
 
-        Returns what is to become of them; no commit if there is no room. StoreError once closed.
+        Returns what is to become of them, and the commit, or None if there is no room. StoreError once closed.
         """
-        waiting, exact_only = self.pending, origin is Origin.EXACT
+        given_up, waiting, exact_only = self._blocks.space.given_up, self.pending, origin is Origin.EXACT
         found = self._blocks.find(chain.blob, total, traffic, use=False)
-        there = found.exact if exact_only else found.blocks
-        start = max(first, coming(waiting, chain.blob, there, total, exact_only=exact_only).end)
+        there = coming(
+            waiting, chain.blob, found.exact if exact_only else found.blocks, total, exact_only=exact_only
+        )  # fmt: skip
+        start = max(first, there.end)
         nbytes = (total - start) * self._slot_bytes
+        taken: Pending | None = None
         room = self._reserve(nbytes)
-        if start > first or not room:
-            name = traffic or self._blocks.default_class
-            self._emit(BlocksStored(name, 0, start - first, 0 if room else total - start, 0))
-        if not room:
-            return Committed(0, start - first, total - start), None
         try:
-            lent = self._pool.lend(total - start, self._slot_bytes)
-            fill_rows(lent.rows, sources[start - first :])
-            pending = Pending(chain, start, total, traffic, origin, lent)
-            self._hand_over(pending)
+            if start > first or not room:
+                name = traffic or self._blocks.default_class
+                self._emit(BlocksStored(name, 0, start - first, 0 if room else total - start, 0))
+            if room:
+                lent = self._pool.lend(total - start, self._slot_bytes)
+                fill_rows(lent.rows, sources[start - first :])
+                taken = Pending(chain, start, total, traffic, origin, lent, given_up, there.pending)
+                self._hand_over(taken)
         except BaseException:
-            self._give_back(nbytes)
+            with self._changed:
+                if room and (taken is None or not (taken in self._queue or taken.done.is_set())):
+                    self._bytes -= nbytes
+                    self._changed.notify_all()
             raise
+        if taken is None:
+            return Committed(0, start - first, total - start), None
         if coming(waiting, chain.blob, found.blocks, total).end < first:
             # Their parent outlived its life, or is nowhere: only writing them tells what becomes of them.
-            pending.done.wait()
-            return pending.outcome or Committed(0, 0, total - first), pending
-        return Committed(total - start, start - first, 0), pending
+            taken.done.wait()
+            return taken.outcome or Committed(0, 0, total - first), taken
+        return Committed(total - start, start - first, 0), taken
 
     def use(self, pending: Pending, blob: bytes, blocks: int, traffic: str | None) -> None:
         """Note a use of a prompt's first blocks, the last of which this commit brings."""
         with self._changed:
             if not pending.done.is_set():
-                pending.uses.append((blob, blocks, traffic))
+                pending.uses[blob, traffic] = max(blocks, pending.uses.get((blob, traffic), 0))
                 return
         self._blocks.find(blob, blocks, traffic)
 
     @property
     def pending(self) -> tuple[Pending, ...]:
-        """What is not stored yet, in order. One that is missing here was stored before."""
+        """What is not stored yet, in order. One that is missing here was stored before. StoreError after a fork."""
+        if os.getpid() != self._pid:
+            # The thread is not here, and the lock may be held by nobody.
+            raise StoreError("store: opened before fork; open it again in the child process")
         with self._changed:
             return tuple(self._queue)
 
@@ -157,32 +171,39 @@ class WriteBehind:
             self._thread.join()
 
     def _reserve(self, nbytes: int) -> bool:
-        with self._changed:
-            while self._bytes and self._bytes + nbytes > self._capacity_bytes:
-                if not self._waits:
-                    return False
-                self._changed.wait()
-            self._bytes += nbytes
+        """Take room, waiting for it if that is the policy; False if there is none."""
+        if not nbytes:
+            return True
+        if not self._waits:
+            with self._changed:
+                return self._reserve_now(nbytes)
+        with self._door, self._changed:
+            self._changed.wait_for(lambda: self._reserve_now(nbytes))
             return True
 
-    def _give_back(self, nbytes: int) -> None:
-        with self._changed:
-            self._bytes -= nbytes
-            self._changed.notify_all()
+    def _reserve_now(self, nbytes: int) -> bool:
+        if self._bytes and self._bytes + nbytes > self._capacity_bytes:
+            return False
+        self._bytes += nbytes
+        return True
 
     def _hand_over(self, pending: Pending) -> None:
         with self._changed:
             if self._closed:
                 raise StoreError("store: closed; open it again")
-            self._queue.append(pending)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="duokv-commit", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="duokv-commit", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._queue.append(pending)
             self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
             with self._changed:
+                # One whose start was interrupted is not the thread.
+                if self._thread is not threading.current_thread():
+                    return
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     return
@@ -191,22 +212,34 @@ class WriteBehind:
                 pending.outcome = self._write(pending)
             except Exception as error:  # noqa: BLE001  the thread must outlive whatever is wrong with one commit
                 self._emit(StoreFailed("commit", repr(error)))
-            while uses := self._end_unless_used(pending):
-                for use in uses:
-                    self._blocks.find(*use)
-            nbytes = pending.lent.rows.nbytes
-            pending.lent.release()
-            self._give_back(nbytes)
+            self._settle(pending)
             del pending
 
-    def _end_unless_used(self, pending: Pending) -> list[Use]:
+    def _settle(self, pending: Pending) -> None:
+        """Note uses of what was written, and let go of it."""
         with self._changed:
-            uses, pending.uses = pending.uses, []
-            if not uses:
-                # Only now: until it can be found in the index, it is found here.
-                self._queue.popleft()
-                pending.done.set()
-            return uses
+            noted, pending.uses = pending.uses, {}
+        self._note(noted)
+        with self._changed:
+            whole = pending.outcome is not None and not pending.outcome.dropped
+            pending.is_whole = whole and all(need.is_whole for need in pending.needs)
+            # Only now: until it can be found in the index, it is found here.
+            self._queue.popleft()
+            pending.done.set()
+            # Whoever holds on to the commit does not hold on to its memory.
+            lent, pending.lent, pending.needs = pending.lent, None, ()
+            if lent is not None:
+                self._bytes -= lent.rows.nbytes
+            self._changed.notify_all()
+        if lent is not None:
+            lent.release()
+        self._note(pending.uses)
+
+    def _note(self, uses: dict[tuple[bytes, str | None], int]) -> None:
+        for (blob, traffic), blocks in uses.items():
+            # An operator may have removed the class meanwhile.
+            with suppress(UsageError):
+                self._blocks.find(blob, blocks, traffic)
 
 
 def coming(pending: Sequence[Pending], blob: bytes, block: int, blocks: int, *, exact_only: bool = False) -> Coming:
@@ -216,16 +249,17 @@ def coming(pending: Sequence[Pending], blob: bytes, block: int, blocks: int, *, 
     end = exact = block
     brought: list[Pending] = []
     left = [one for one in pending if one.origin is Origin.EXACT or not exact_only]
-    while left:
-        # An exact one first: it takes an approximate one's place.
-        steps = [(one.shared(blob, end, blocks), one.origin is Origin.EXACT, one) for one in left]
-        steps = [step for step in steps if step[0] > end]
-        if not steps:
+    while end < blocks:
+        key = blob[end * KEY_BYTES : (end + 1) * KEY_BYTES]
+        bringing = [one for one in left if one.has(end, key)]
+        if not bringing:
             break
-        reach, is_exact, one = max(steps, key=lambda step: (step[1], step[0]))
-        exact = reach if is_exact and exact == end else exact
+        # An exact one first: it takes an approximate one's place.
+        best = max(bringing, key=lambda one: (one.origin is Origin.EXACT, one.total))
+        reach = best.shared(blob, end, blocks)
+        exact = reach if best.origin is Origin.EXACT and exact == end else exact
         end = reach
-        brought.append(one)
-        left.remove(one)
-    approx = exact_only and any(one.shared(blob, end, blocks) > end for one in pending)
+        brought.append(best)
+    key = blob[end * KEY_BYTES : (end + 1) * KEY_BYTES]
+    approx = exact_only and end < blocks and any(one.has(end, key) for one in pending)
     return Coming(end, exact, tuple(brought), approx)

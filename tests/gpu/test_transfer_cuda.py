@@ -8,7 +8,7 @@ import pytest
 import torch
 from store_kit import GEOMETRY, NS, Hands, config, payloads, prompt
 
-from duokv.kernels.transfer import DeviceTransfer, pin, transfer_for
+from duokv.kernels.transfer import DeviceTransfer, pin_memory, transfer_for
 from duokv.kvstore import open_store
 
 pytestmark = [
@@ -59,7 +59,7 @@ def test_what_the_current_stream_writes_before_is_read(tmp_path: Path) -> None:
 
 def test_rows_that_a_store_lends_are_pinned(tmp_path: Path) -> None:
     settings = config(index_path=str(tmp_path))
-    store = open_store("memory://test", geometry=GEOMETRY, config=settings, clock=Hands().clock, pin=pin)
+    store = open_store("memory://test", geometry=GEOMETRY, config=settings, clock=Hands().clock, pin_memory=pin_memory)
     path = tuple(range(6))
     store.commit(NS, prompt(path), payloads(path), traffic="keep")
     slots = torch.zeros((8, GEOMETRY.payload_bytes), dtype=torch.uint8, device="cuda")

@@ -187,6 +187,7 @@ def test_a_cuda_queue_waits_for_the_current_stream_and_makes_it_wait(monkeypatch
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda index: index)
     slots = filled(SLOTS, NBYTES, 0)
     queue = CudaQueue(torch.device("cpu"))
     moves = DeviceTransfer(slots, queue, stage_bytes=2 * NBYTES)
@@ -218,7 +219,7 @@ def test_memory_is_pinned_until_that_is_undone(monkeypatch: pytest.MonkeyPatch) 
     runtime = Runtime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     memory = aligned(3 * 4096)
-    undo = transfer.pin(memory)
+    undo = transfer.pin_memory(memory)
     assert runtime.pinned == {np.frombuffer(memory, np.uint8).ctypes.data: 3 * 4096}
     undo()
     assert not runtime.pinned
@@ -228,7 +229,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
-    transfer.pin(aligned(4096))()
+    transfer.pin_memory(aligned(4096))()
     assert caplog.messages == [
         "4096 bytes of host memory are not pinned, CUDA error 2; copies from and to them take longer"
     ]

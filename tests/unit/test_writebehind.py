@@ -10,15 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import GEOMETRY, NS, SLOT, Hands, config, open_test_store, payload, payloads, prompt, record
+from store_kit import GEOMETRY, NS, SLOT, Hands, config, open_test_store, payload, payloads, prompt, record, set_policy
 
 from duokv.connectors.fs_faulty import Fail, FaultyBackend, Stall
 from duokv.connectors.fs_memory import MemoryBackend
 from duokv.kvstore.answers import Commit
 from duokv.kvstore.errors import StoreError
-from duokv.kvstore.events import BlocksStored, Degraded, StoreFailed
+from duokv.kvstore.events import BlocksLoaded, BlocksStored, Degraded, Event, StoreFailed
 from duokv.kvstore.keys import chain_keys
 from duokv.kvstore.origin import Origin
+from duokv.kvstore.policy import ClassRule, Policy
 from duokv.kvstore.store import KVStore
 
 PATH = (0, 1, 2, 3)
@@ -256,3 +257,110 @@ def test_many_threads_commit_and_read_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(work, range(6))) == [20] * 6
     world.store.close()
+
+
+def test_who_was_told_that_blocks_are_on_their_way_hears_if_they_fail(world: World) -> None:
+    world.faulty.inject(Fail(kind="write", errno=errno.EIO, nth=1))
+    world.commit(PATH)
+    again = world.commit(PATH)
+    assert (again.new, again.present) == (0, 4)
+    world.gate.set()
+    with pytest.raises(OSError, match="were not stored"):
+        again.wait_durable()
+
+
+def test_a_class_that_is_removed_meanwhile_costs_its_use_only(world: World) -> None:
+    done = world.commit(PATH)
+    world.store.lookup(NS, prompt(PATH), "long")
+    set_policy(world.store, Policy({"brief": ClassRule(10.0), "keep": ClassRule(None)}, "brief"))
+    world.gate.set()
+    done.wait_durable()
+    assert read(world.store, PATH) == payloads(PATH)
+
+
+def test_a_load_of_what_is_stored_does_not_wait(tmp_path: Path) -> None:
+    world = World(tmp_path, held=False)
+    world.commit(PATH[:2]).wait_durable()
+    world.faulty.inject(Stall(kind="write", until=world.gate))
+    world.commit(PATH, first=2)
+    hit = world.store.lookup(NS, prompt(PATH), "keep")
+    rows = np.zeros((2, GEOMETRY.payload_bytes), np.uint8)
+    assert world.store.load(hit, rows) == 2
+    world.gate.set()
+    world.store.close()
+
+
+def test_a_load_that_is_late_is_counted_as_a_miss(world: World) -> None:
+    world.commit(PATH)
+    read(world.store, PATH, deadline_s=0.01)
+    loads = [event for event in world.events if isinstance(event, BlocksLoaded)]
+    assert [(event.loaded, event.wanted, event.reason) for event in loads] == [(0, 4, "deadline")]
+
+
+def test_rows_given_back_while_a_load_waits_stay_the_loads(tmp_path: Path) -> None:
+    world = World(tmp_path, held=False)
+    world.commit(PATH[:2]).wait_durable()
+    world.faulty.inject(Stall(kind="write", until=world.gate))
+    world.commit(PATH, first=2)
+    hit = world.store.lookup(NS, prompt(PATH), "keep")
+    lent = world.store.buffers(4)
+    leads = world.store.load_iter(hit, lent.rows)
+    assert next(leads) == 2
+    lent.release()
+    other = world.store.buffers(4)
+    other.rows[:] = 0x55
+    world.gate.set()
+    assert list(leads) == [4]
+    assert (other.rows == 0x55).all()
+    other.release()
+    world.store.close()
+
+
+def test_a_thread_that_does_not_start_is_started_by_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, held=False, room=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            world.commit(PATH)
+    assert found(world.store, PATH) == 0
+    world.commit(PATH).wait_durable()
+    assert read(world.store, PATH) == payloads(PATH)
+    world.store.close()
+
+
+def test_an_interrupt_while_a_commit_is_taken_over_gives_its_room_back(tmp_path: Path) -> None:
+    world = World(tmp_path, held=False, room=4)
+    world.commit((1,)).wait_durable()
+    interrupted = iter([True])
+
+    def interrupt(event: Event) -> None:
+        if isinstance(event, BlocksStored) and event.present and next(interrupted, False):
+            raise KeyboardInterrupt
+
+    world.store.events.subscribe(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        world.commit((1, 2, 3))
+    # All the room there is: it would wait for ever if some of it were lost.
+    assert world.commit((7, 8, 9, 10)).new == 4
+    world.store.close()
+
+
+def test_what_needs_no_room_is_never_refused(tmp_path: Path) -> None:
+    world = World(tmp_path, room=4, full="drop", held=False)
+    world.commit((1, 2)).wait_durable()
+    world.faulty.inject(Stall(kind="write", until=world.gate))
+    world.commit(PATH)
+    renewed = world.commit((1, 2))
+    assert (renewed.new, renewed.present, renewed.dropped) == (0, 2, 0)
+    world.gate.set()
+    world.store.close()
+
+
+def test_a_commit_that_is_kept_keeps_no_rows(world: World) -> None:
+    done = world.commit(PATH)
+    hit = world.store.lookup(NS, prompt(PATH), "keep")
+    world.gate.set()
+    done.wait_durable()
+    assert [pending.lent for pending in hit._pending] == [None]
