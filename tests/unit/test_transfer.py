@@ -228,8 +228,16 @@ def test_memory_is_pinned_until_that_is_undone(monkeypatch: pytest.MonkeyPatch) 
 def test_memory_that_cannot_be_pinned_is_said_and_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    launched: list[str] = []
+
+    def zeros(size: int, *, device: str) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: what came before")
+
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
+    monkeypatch.setattr(torch, "zeros", zeros)
     transfer.pin_memory(aligned(4096))()
     assert caplog.messages == [
         "4096 bytes of host memory are not pinned, CUDA error 2; copies from and to them take longer"
     ]
+    assert launched == ["cuda"]
