@@ -53,9 +53,9 @@ def open_store(
     """Open the store at `url`, making it if there is none and `create` says so.
 
     url: "file:///path" (or a path), "memory://", or a scheme a backend package registers. geometry: a preset's name or
-    a value; None takes the store's own. config: see StoreConfig; its policy only seeds a new store. pin_memory: gets what
-    is about to be lent, `duokv.kernels.transfer.pin_memory` pins it for a GPU. clock, backend and boot_id are for tests
-    and composition. StoreError or UsageError, each one line, if it cannot be opened as asked.
+    a value; None takes the store's own. config: see StoreConfig; its policy only seeds a new store. pin_memory: gets
+    what is about to be lent, `duokv.kernels.transfer.pin_memory` pins it for a GPU. clock, backend and boot_id are for
+    tests and composition. StoreError or UsageError, each one line, if it cannot be opened as asked.
     """
     config = config or StoreConfig()
     clock = clock or Clock()
