@@ -14,7 +14,7 @@ from duokv.kvstore.writebehind import Pending
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What the index holds of a prompt. A value: it locks and pins nothing.
+    """What the store holds of a prompt. A value: it locks and pins nothing.
 
     tokens: leading tokens stored, a multiple of 128, less than the prompt's length so that a row is left to compute.
     keys: their block keys. miss_reason: why the next block is no hit, None when the hit is as long as it can be.
@@ -35,16 +35,19 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit's outcome in blocks: written, present already, dropped (no room, or a failing backend)."""
+    """A commit's outcome in blocks: written, present already, dropped (no room, or a failing backend).
+
+    With `write_behind_bytes` new ones are yet to be written, and present ones may be on their way.
+    """
 
     new: int
     present: int
     dropped: int
-    _flush: Callable[[], None] = field(repr=False)
+    _wait: Callable[[], None] = field(repr=False)
 
     def wait_durable(self) -> None:
         """Return once the new blocks survive power loss; OSError if the backend cannot promise it."""
-        self._flush()
+        self._wait()
 
 
 @dataclass(frozen=True, slots=True)

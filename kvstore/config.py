@@ -72,8 +72,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     read_deadline_s: seconds after which a read is a miss, unless the caller says otherwise; default 1.
     buffer_bytes: cap of the pool of aligned rows lent to callers; default 256 MiB.
     cache_bytes: host memory for verified copies of blocks, committed at open; default 0 keeps none.
-    write_behind_bytes: host memory for commits that return once their blocks are copied, and are written by a thread;
-        default 0, a commit writes before it returns.
+    write_behind_bytes: host memory for commits that return once their blocks are copied, and are written by a thread
+        (a single one may be larger); default 0, a commit writes before it returns.
     write_behind_full: what a commit does without room there: "wait" (default), or "drop" its blocks.
     use_flush_s: seconds uses may stay in memory only; default 1, 0 writes each at once.
     maintenance_interval_s: seconds between background passes (expiry, reclaim); default 1, 0 leaves them to the caller.

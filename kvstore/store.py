@@ -152,9 +152,10 @@ class KVStore:
 
         out: `[n, slot_bytes]` uint8 rows lent by `buffers(n)` are read into directly; any other `[n, >= payload_bytes]`
         array costs one copy, since a read that outlives its deadline must never write into memory given back to others.
-        n may be less than the hit. Late, missing or damaged blocks are a miss; damaged ones leave the index. Rows after
-        the returned ones are undefined and, where lent, may be written to by late reads until they are released:
-        release them rather than put blocks of your own there, which `commit` would refuse.
+        n may be less than the hit. Blocks still on their way (`write_behind_bytes`) are waited for. Late, missing or
+        damaged ones are a miss; damaged ones leave the index. Rows after the returned ones are undefined and, where
+        lent, may be written to by late reads until they are released: release them rather than put blocks of your own
+        there, which `commit` would refuse.
         """
         return max(self.load_iter(hit, out, first_block=first_block, deadline_s=deadline_s), default=0)
 
