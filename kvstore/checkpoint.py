@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from duokv.kvstore.backend import Backend
 from duokv.kvstore.clock import Clock
 from duokv.kvstore.events import Degraded, Event
-from duokv.kvstore.extent import Life
+from duokv.kvstore.extent import EXTENT_HEAD, PLACE, PREFIX_BYTES, Extent, Life
 from duokv.kvstore.index import Index, IndexTxn, WriteTxn
 
 LIVES_FILE = "lives.ckpt"
@@ -34,15 +34,16 @@ class Checkpoint:
     sealed: frozenset[int] = frozenset()
     _places: tuple[int, ...] = ()
     _firsts: dict[bytes, Life] = field(default_factory=dict)
+    _lasts: dict[bytes, Life] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, next_segment: int, used: dict[int, int], lives: Iterable[tuple[int, Life]], sealed: Iterable[int]
-    ) -> Checkpoint:
-        """Make it findable."""
-        by_place = dict(sorted(lives))
-        firsts = {life.first: life for life in by_place.values()}
-        return cls(next_segment, used, by_place, frozenset(sealed), tuple(by_place), firsts)
+    def decode(cls, raw: bytes) -> Checkpoint:
+        """Read one; ValueError, struct.error or MsgspecError if it is none."""
+        following, used, rows, sealed = msgspec.msgpack.decode(raw, type=_Checkpoint)
+        lives = {place: Life.decode(life) for place, life, _ in sorted(rows)}
+        firsts = {life.first: life for life in lives.values()}
+        lasts = {last: lives[place] for place, _, last in rows}
+        return cls(following, used, lives, frozenset(sealed), tuple(lives), firsts, lasts)
 
     def seen(self, segment: int) -> int:
         """How many slots of a segment it speaks for: what lies in them and is not listed was dropped by then."""
@@ -57,13 +58,23 @@ class Checkpoint:
                 yield listed, life
             at += 1
 
-    def of_first(self, first: bytes, chain_pos: int) -> Life | None:
-        """The life of the extent that began with this block, wherever it lay."""
-        life = self._firsts.get(first)
-        return life if life is not None and life.chain_pos == chain_pos else None
+    def sharing(self, part: Extent) -> Iterator[tuple[Life, int]]:
+        """(life, the block of `part` where it begins, maybe negative) of extents that had blocks of `part` elsewhere.
+
+        Keys are chained: who has an extent's last block has all of it, and who has its first one at least that.
+        """
+        for block in range(part.blocks):
+            prefix = part.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
+            whole, begun = self._lasts.get(prefix), self._firsts.get(prefix)
+            if whole is not None and whole.chain_pos + whole.n == part.chain_pos + block + 1:
+                yield whole, block + 1 - whole.n
+            if begun is not None and begun.chain_pos == part.chain_pos + block:
+                one = begun.rest(0, prefix)
+                one.cut(1)
+                yield one, block
 
 
-_Checkpoint = tuple[int, dict[int, int], list[tuple[int, bytes]], list[int]]
+_Checkpoint = tuple[int, dict[int, int], list[tuple[int, bytes, bytes]], list[int]]
 
 
 def write_lives(backend: Backend, txn: IndexTxn) -> None:
@@ -71,8 +82,17 @@ def write_lives(backend: Backend, txn: IndexTxn) -> None:
     segments = txn.segments()
     used = {number: info.used for number, info in segments}
     sealed = [number for number, info in segments if info.sealed]
-    whole: _Checkpoint = (txn.peek_segment(), used, list(txn.raw_lives()), sealed)
+    rows = [(place, raw, _last_prefix(txn, place, raw)) for place, raw in txn.raw_lives()]
+    whole: _Checkpoint = (txn.peek_segment(), used, rows, sealed)
     backend.write_file(LIVES_FILE, msgspec.msgpack.encode(whole))
+
+
+def _last_prefix(txn: IndexTxn, place: int, life: bytes) -> bytes:
+    """Key prefix of the last block of an extent with this encoded life; empty where no entry leads to it."""
+    n, first = Life.head(life)
+    record = txn.record(first) or b""
+    at = EXTENT_HEAD + (n - 1) * PREFIX_BYTES
+    return record[at : at + PREFIX_BYTES] if record.startswith(place.to_bytes(PLACE.size, "big")) else b""
 
 
 def read_lives(backend: Backend) -> Checkpoint | None:
@@ -81,8 +101,7 @@ def read_lives(backend: Backend) -> Checkpoint | None:
     if raw is None:
         return None
     try:
-        following, used, rows, sealed = msgspec.msgpack.decode(raw, type=_Checkpoint)
-        return Checkpoint.of(following, used, ((place, Life.decode(life)) for place, life in rows), sealed)
+        return Checkpoint.decode(raw)
     except (msgspec.MsgspecError, struct.error, ValueError):
         return None
 

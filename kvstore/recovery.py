@@ -277,9 +277,8 @@ class Recovery:
             part = extent.rest(max(0, seen))
             life = Life.born(part.blocks, part.chain_pos, part.prefixes[:PREFIX_BYTES], part.class_id, stamp)
             life.use(part.class_id, life.n, stamp_of(self._now_s))
-            moved = checkpoint.of_first(life.first, life.chain_pos)
-            if moved is not None:
-                life.inherit(moved, 0)
+            for old, start in checkpoint.sharing(part):
+                life.inherit(old, start)
             yield part, life
 
     def _present(self, file: FileInfo, extent: Extent, blocks: int) -> Runs:

@@ -245,7 +245,7 @@ class KVStore:
         chain = Chain(root, chain_blob(root, ids, total, check_media(media)), ids)
         if self._behind is not None:
             done, pending = self._behind.take(chain, first_block, total, traffic, origin, sources)
-            wait = self.flush if pending is None else functools.partial(self._wait_written, pending)
+            wait = functools.partial(self._wait_written, self._behind, pending)
         else:
             wait = functools.partial(self._wait_durable, self.blocks.space.given_up)
             done = self._write(chain, first_block, total, traffic, origin, sources)
@@ -269,8 +269,9 @@ class KVStore:
         rows = pending.lent.rows[:, : self.geometry.payload_bytes]
         return self._write(pending.chain, pending.first, pending.total, pending.traffic, pending.origin, rows)
 
-    def _wait_written(self, pending: Pending) -> None:
-        pending.done.wait()
+    def _wait_written(self, behind: WriteBehind, pending: Pending) -> None:
+        if pending in behind.pending:
+            pending.done.wait()
         if not pending.is_whole:
             raise OSError(errno.EIO, "blocks of this commit were not stored: no room, or a failing backend")
         self._wait_durable(pending.given_up)

@@ -7,13 +7,13 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 
 from duokv.kvstore.blockstore import BlockStore
 from duokv.kvstore.buffers import BufferPool, Lent
-from duokv.kvstore.errors import StoreError, UsageError
-from duokv.kvstore.events import BlocksStored, Event, StoreFailed
+from duokv.kvstore.errors import StoreError
+from duokv.kvstore.events import BlocksStored, Degraded, Event, StoreFailed
 from duokv.kvstore.keys import KEY_BYTES
 from duokv.kvstore.origin import Origin
 from duokv.kvstore.reader import Rows
@@ -31,6 +31,7 @@ class Pending:
     once they are stored: blocks by (key blob, traffic class). is_whole: whether all is stored, once `done` is set.
     """
 
+    number: int
     chain: Chain
     first: int
     total: int
@@ -93,20 +94,24 @@ class WriteBehind:
         self._capacity_bytes = capacity_bytes
         self._waits = waits
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        # Taken by itself: an interrupt inside a condition's own `with`, which is Python, would leave it taken for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._door = threading.Lock()
         """Held by whoever waits for room, so that small commits do not go before a large one for ever."""
-        self._bytes = 0
+        self._room: dict[int, int] = {}
+        """Bytes taken, by the number of the commit."""
+        self._numbers = count()
         self._queue: deque[Pending] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def take(
         self, chain: Chain, first: int, total: int, traffic: str | None, origin: Origin, sources: Sequence[Row] | Rows
-    ) -> tuple[Committed, Pending | None]:
+    ) -> tuple[Committed, Pending]:
         """Copy blocks [first, total) of a chain from the first absent one on, and take them over to be stored.
 
-        Returns what is to become of them, and the commit, or None if there is no room. StoreError once closed.
+        Returns what is to become of them. StoreError once closed.
         """
         given_up, waiting, exact_only = self._blocks.space.given_up, self.pending, origin is Origin.EXACT
         found = self._blocks.find(chain.blob, total, traffic, use=False)
@@ -114,26 +119,27 @@ class WriteBehind:
             waiting, chain.blob, found.exact if exact_only else found.blocks, total, exact_only=exact_only
         )  # fmt: skip
         start = max(first, there.end)
-        nbytes = (total - start) * self._slot_bytes
-        taken: Pending | None = None
-        room = self._reserve(nbytes)
+        number = next(self._numbers)
         try:
+            room = self._reserve(number, (total - start) * self._slot_bytes)
+            # Without room what is stored is renewed all the same.
+            written = start if room else total
             if start > first or not room:
                 name = traffic or self._blocks.default_class
-                self._emit(BlocksStored(name, 0, start - first, 0 if room else total - start, 0))
-            if room:
-                lent = self._pool.lend(total - start, self._slot_bytes)
-                fill_rows(lent.rows, sources[start - first :])
-                taken = Pending(chain, start, total, traffic, origin, lent, given_up, there.pending)
-                self._hand_over(taken)
+                self._emit(BlocksStored(name, 0, start - first, written - start, 0))
+            lent = self._pool.lend(total - written, self._slot_bytes)
+            fill_rows(lent.rows, sources[written - first :])
+            taken = Pending(number, chain, written, total, traffic, origin, lent, given_up, there.pending)
+            self._hand_over(taken)
         except BaseException:
-            with self._changed:
-                if room and (taken is None or not (taken in self._queue or taken.done.is_set())):
-                    self._bytes -= nbytes
-                    self._changed.notify_all()
+            with self._lock:
+                if all(one.number != number for one in self._queue):
+                    self._room.pop(number, None)
+                # What was interrupted may be waking the others.
+                self._changed.notify_all()
             raise
-        if taken is None:
-            return Committed(0, start - first, total - start), None
+        if not room:
+            return Committed(0, start - first, total - start), taken
         if coming(waiting, chain.blob, found.blocks, total).end < first:
             # Their parent outlived its life, or is nowhere: only writing them tells what becomes of them.
             taken.done.wait()
@@ -142,7 +148,7 @@ class WriteBehind:
 
     def use(self, pending: Pending, blob: bytes, blocks: int, traffic: str | None) -> None:
         """Note a use of a prompt's first blocks, the last of which this commit brings."""
-        with self._changed:
+        with self._lock:
             if not pending.done.is_set():
                 pending.uses[blob, traffic] = max(blocks, pending.uses.get((blob, traffic), 0))
                 return
@@ -154,7 +160,7 @@ class WriteBehind:
         if os.getpid() != self._pid:
             # The thread is not here, and the lock may be held by nobody.
             raise StoreError("store: opened before fork; open it again in the child process")
-        with self._changed:
+        with self._lock:
             return tuple(self._queue)
 
     def drain(self) -> None:
@@ -164,31 +170,32 @@ class WriteBehind:
 
     def close(self) -> None:
         """Finish what was taken over, and end the thread."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
 
-    def _reserve(self, nbytes: int) -> bool:
+    def _reserve(self, number: int, nbytes: int) -> bool:
         """Take room, waiting for it if that is the policy; False if there is none."""
         if not nbytes:
             return True
         if not self._waits:
-            with self._changed:
-                return self._reserve_now(nbytes)
-        with self._door, self._changed:
-            self._changed.wait_for(lambda: self._reserve_now(nbytes))
+            with self._lock:
+                return self._reserve_now(number, nbytes)
+        with self._door, self._lock:
+            self._changed.wait_for(lambda: self._reserve_now(number, nbytes))
             return True
 
-    def _reserve_now(self, nbytes: int) -> bool:
-        if self._bytes and self._bytes + nbytes > self._capacity_bytes:
+    def _reserve_now(self, number: int, nbytes: int) -> bool:
+        taken = sum(self._room.values())
+        if taken and taken + nbytes > self._capacity_bytes:
             return False
-        self._bytes += nbytes
+        self._room[number] = nbytes
         return True
 
     def _hand_over(self, pending: Pending) -> None:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise StoreError("store: closed; open it again")
             if self._thread is None:
@@ -200,7 +207,7 @@ class WriteBehind:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 # One whose start was interrupted is not the thread.
                 if self._thread is not threading.current_thread():
                     return
@@ -217,10 +224,10 @@ class WriteBehind:
 
     def _settle(self, pending: Pending) -> None:
         """Note uses of what was written, and let go of it."""
-        with self._changed:
+        with self._lock:
             noted, pending.uses = pending.uses, {}
         self._note(noted)
-        with self._changed:
+        with self._lock:
             whole = pending.outcome is not None and not pending.outcome.dropped
             pending.is_whole = whole and all(need.is_whole for need in pending.needs)
             # Only now: until it can be found in the index, it is found here.
@@ -228,8 +235,7 @@ class WriteBehind:
             pending.done.set()
             # Whoever holds on to the commit does not hold on to its memory.
             lent, pending.lent, pending.needs = pending.lent, None, ()
-            if lent is not None:
-                self._bytes -= lent.rows.nbytes
+            self._room.pop(pending.number, None)
             self._changed.notify_all()
         if lent is not None:
             lent.release()
@@ -237,9 +243,10 @@ class WriteBehind:
 
     def _note(self, uses: dict[tuple[bytes, str | None], int]) -> None:
         for (blob, traffic), blocks in uses.items():
-            # An operator may have removed the class meanwhile.
-            with suppress(UsageError):
+            try:
                 self._blocks.find(blob, blocks, traffic)
+            except Exception as error:  # noqa: BLE001  an operator may have removed the class, or worse, meanwhile
+                self._emit(Degraded("uses", f"one was not noted: {error}"))
 
 
 def coming(pending: Sequence[Pending], blob: bytes, block: int, blocks: int, *, exact_only: bool = False) -> Coming:

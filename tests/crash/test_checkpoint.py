@@ -260,3 +260,34 @@ def test_a_rebuild_by_an_operator_takes_what_was_not_sealed_as_it_is(tmp_path: P
     os.truncate(segment, 3 * SLOT)
     assert rebuild_index(f"file://{tmp_path}/two").blocks == 3
     die(store)
+
+
+@pytest.mark.parametrize(("path", "kept"), [((0, 2, 2), 1), ((0, 1, 1), 3)], ids=["fork", "same"])
+def test_uses_go_to_blocks_that_are_the_same_and_no_further(
+    tmp_path: Path, hands: Hands, path: tuple[int, ...], kept: int
+) -> None:
+    disk = MemoryBackend()
+    store = open_with(disk, tmp_path, hands, interval_s=30.0)
+    store.commit(NS, prompt((0, 1, 1)), payloads((0, 1, 1)), traffic="keep", origin=Origin.APPROX)
+    store.maintain()
+    store.commit(NS, prompt(path), payloads(path, 0, 1), traffic="brief").wait_durable()
+    after = after_power_loss(disk, tmp_path, hands)
+    hands.now += 30.0
+    assert len(after.lookup(NS, prompt(path), "keep").keys) == kept
+    die(after)
+    die(store)
+
+
+def test_uses_of_several_extents_go_to_the_one_that_took_their_place(tmp_path: Path, hands: Hands) -> None:
+    disk = MemoryBackend()
+    store = open_with(disk, tmp_path, hands, interval_s=30.0)
+    for first, last in ((0, 2), (2, 4)):
+        head = LONG[:last]
+        store.commit(NS, prompt(head), payloads(head, first), first_block=first, traffic="keep", origin=Origin.APPROX)
+    store.maintain()
+    store.commit(NS, prompt(LONG), payloads(LONG, 0, 1), traffic="brief").wait_durable()
+    after = after_power_loss(disk, tmp_path, hands)
+    hands.now += 30.0
+    assert len(after.lookup(NS, prompt(LONG), "keep").keys) == 4
+    die(after)
+    die(store)

@@ -368,3 +368,15 @@ def test_a_commit_that_is_kept_keeps_no_rows(world: World) -> None:
     world.gate.set()
     done.wait_durable()
     assert [pending.lent for pending in hit._pending] == [None]
+
+
+def test_a_commit_without_room_hears_of_those_it_was_told_are_on_their_way(tmp_path: Path) -> None:
+    world = World(tmp_path, room=4, full="drop")
+    world.faulty.inject(Fail(kind="write", errno=errno.EIO, nth=1))
+    world.commit(PATH)
+    more = world.commit((*PATH, 4, 5))
+    assert (more.new, more.present, more.dropped) == (0, 4, 2)
+    world.gate.set()
+    with pytest.raises(OSError, match="were not stored"):
+        more.wait_durable()
+    world.store.close()
