@@ -155,7 +155,8 @@ def measure_copies(geometry: CacheGeometry, blocks: int, pairs: int, device: tor
     lent = lent.view(blocks, -1)
     rows = lent[:, : geometry.payload_bytes]
     index = torch.from_numpy(np.random.default_rng(0).permutation(blocks))
-    transfer, target = transfer_for(slots), source.to(device, copy=True)
+    transfer = transfer_for(slots)
+    target = torch.from_numpy(_filled(nbytes)) if on_host else source.to(device)
     there = partial(_finished, device, partial(transfer.put, index, lent))
     back = partial(_finished, device, partial(transfer.get, index, lent))
     # Of one thread, as moving rows is; torch takes several.
