@@ -63,7 +63,8 @@ class Checkpoint:
 
         Keys are chained: who has an extent's last block has all of it, and who has its first one at least that.
         """
-        for block in range(part.blocks):
+        # Without a checkpoint a rebuild would look for nothing at every block.
+        for block in range(part.blocks if self.lives else 0):
             prefix = part.prefixes[block * PREFIX_BYTES : (block + 1) * PREFIX_BYTES]
             whole, begun = self._lasts.get(prefix), self._firsts.get(prefix)
             if whole is not None and whole.chain_pos + whole.n == part.chain_pos + block + 1:

@@ -35,7 +35,7 @@ from store_kit import (
 )
 
 from duokv.connectors.fs_memory import MemoryBackend
-from duokv.kvstore.answers import PrefixHit
+from duokv.kvstore.answers import Commit, PrefixHit
 from duokv.kvstore.config import StoreConfig
 from duokv.kvstore.extent import PREFIX_BYTES, stamp_s
 from duokv.kvstore.keys import chain_keys
@@ -137,7 +137,10 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.model.commit(NS, prompt(path), blocks, first_block=first, traffic=traffic, origin=origin)
         assert done.new + done.present + done.dropped == len(blocks)
         if self.exact:
-            assert (done.new, done.present, done.dropped) == (model.new, model.present, model.dropped)
+            self.check_commit(done, model)
+
+    def check_commit(self, done: Commit, model: Commit) -> None:
+        assert (done.new, done.present, done.dropped) == (model.new, model.present, model.dropped)
 
     @rule(path=paths, ttl_s=st.sampled_from([0.0, 5.0, 1000.0]))
     def pin(self, path: Path_, ttl_s: float) -> None:
@@ -338,21 +341,15 @@ class Behind(StoreMachine):
 
     @rule(path=paths, first=st.integers(0, 7), traffic=classes, origin=origins)
     def commit(self, path: Path_, first: int, traffic: str | None, origin: Origin) -> None:
-        self.serial += 1
-        first, traffic = min(first, len(path)), self.known(traffic)
-        if first:
+        if min(first, len(path)):
             # One whose parent is not known to be there is waited for.
             self.gate.set()
-        blocks = payloads(path, first, self.serial)
-        for key, block in zip(chain_keys(NS, prompt(path))[first:], blocks, strict=True):
-            self.written.setdefault(key, set()).add(block)
-        done = self.store.commit(NS, prompt(path), blocks, first_block=first, traffic=traffic, origin=origin)
-        model = self.model.commit(NS, prompt(path), blocks, first_block=first, traffic=traffic, origin=origin)
-        assert done.new + done.present + done.dropped == len(blocks)
-        if self.exact:
-            assert done.dropped == model.dropped
-            # What is stored after a gap is copied for nothing.
-            assert done.new >= model.new
+        super().commit(path, first, traffic, origin)
+
+    def check_commit(self, done: Commit, model: Commit) -> None:
+        assert done.dropped == model.dropped
+        # What is stored after a gap is copied for nothing.
+        assert done.new >= model.new
 
     @rule(data=st.data())
     def set_policy(self, data: st.DataObject) -> None:
